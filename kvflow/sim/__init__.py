@@ -1,0 +1,1 @@
+"""Simulate an engine with a paged cache, a scheduler and the connector, without vLLM."""
