@@ -1,0 +1,1 @@
+"""Geometry, planning and the agents that move bytes."""
