@@ -1,0 +1,1 @@
+"""The transfer actor: pushes a source rank's blocks into its targets while they are being computed."""
