@@ -5,12 +5,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
 import msgspec
 import structlog
 
+from kvflow.connector.step import StepMeta, StepResults, StepView
 from kvflow.dataplane.memory import SharedSegment, create_shared
 from kvflow.errors import KvflowError
 from kvflow.messages import Role
@@ -62,32 +64,23 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     stray_bytes: int
 
 
-class WorkerResults(Protocol):
-    """What a worker half reports after a step, by request id."""
+class SchedulerPort(SchedulerHooks, Protocol):
+    """What the engine needs of a connector's scheduler half."""
 
-    @property
-    def sent(self) -> set[str]:
-        """Return the sources whose blocks are free again."""
-
-    @property
-    def received(self) -> set[str]:
-        """Return the targets whose bytes have arrived."""
-
-    @property
-    def failed(self) -> set[str]:
-        """Return the targets whose bytes will not arrive."""
+    def build_step(self, step: StepView) -> StepMeta:
+        """Return what the worker halves must know of a step."""
 
 
 class WorkerPort(Protocol):
     """What the engine needs of one rank's worker half."""
 
-    def begin_step(self, meta: object) -> None:
+    def begin_step(self, meta: StepMeta) -> None:
         """Hear of a step before its forward pass."""
 
-    def after_forward(self, meta: object) -> None:
+    def after_forward(self, meta: StepMeta) -> None:
         """Hear that the step's KV is in the cache."""
 
-    def results(self, finished: set[str]) -> WorkerResults:
+    def results(self, finished_req_ids: AbstractSet[str]) -> StepResults:
         """Report what has ended."""
 
 
@@ -95,15 +88,12 @@ class Connector(Protocol):
     """What the engine needs of a connector: its scheduler half, and a worker half per rank."""
 
     @property
-    def hooks(self) -> SchedulerHooks:
+    def scheduler(self) -> SchedulerPort:
         """Return the scheduler half."""
 
     @property
     def workers(self) -> Sequence[WorkerPort]:
         """Return the worker halves, by rank."""
-
-    def build_step(self, plan: StepPlan, scheduler: SimScheduler) -> object:
-        """Return what the scheduler half tells the worker halves about a step."""
 
     def shutdown(self) -> None:
         """Leave, waiting no longer than a bound of its own."""
@@ -175,7 +165,7 @@ class SimEngine:
         guard = self.config.guard
         self._connector = connector
         self._scheduler = SimScheduler(
-            connector.hooks,
+            connector.scheduler,
             BlockPool(
                 self.config.layout.blocks,
                 caching=self.config.prefix_caching,
@@ -246,7 +236,13 @@ class SimEngine:
         plan = scheduler.schedule()
         self._steps += 1
         self._preemptions += len(plan.preempted)
-        meta = self._connector.build_step(plan, scheduler)
+        meta = self._connector.scheduler.build_step(
+            StepView(
+                scheduled={chunk.request.request_id: chunk.end for chunk in plan.chunks},
+                block_table=scheduler.block_table,
+                preempted=plan.preempted,
+            )
+        )
         for worker in workers:
             worker.begin_step(meta)
         if plan.chunks:
@@ -269,7 +265,7 @@ class SimEngine:
         if wanted > spent:
             time.sleep(wanted - spent)
 
-    def _report(self, reports: Sequence[WorkerResults]) -> None:
+    def _report(self, reports: Sequence[StepResults]) -> None:
         sent: set[str] = set()
         ended: set[str] = set()
         for rank, report in enumerate(reports):

@@ -31,11 +31,13 @@ class SchedulerHooks(Protocol):
     def allocated(self, request_id: str, blocks: tuple[list[int], ...], external: int) -> None:
         """Hear of the blocks that a request got."""
 
-    def finished(self, request_id: str, aborted: bool) -> tuple[bool, dict[str, object] | None]:
-        """Hear of the end of a request; return whether its blocks must be kept."""
+    def finished(
+        self, request_id: str, aborted: bool, blocks: Sequence[Sequence[int]] | None = None
+    ) -> tuple[bool, dict[str, object] | None]:
+        """Hear of the end of a request and its final blocks; return whether they must be kept."""
 
     def loads_ended(self, received: set[str], failed: set[str]) -> None:
-        """Hear which background loads the workers have reported."""
+        """Hear which background loads the workers have reported as ended, and which of those failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,7 @@ class SimScheduler:
         """Take in what all workers agree on: sources released, loads arrived, loads failed."""
         ended = received | failed
         if ended:
-            self._hooks.loads_ended(received - failed, failed)
+            self._hooks.loads_ended(ended, failed)
         for request_id in sorted(ended):
             self._load_ended(request_id, arrived=request_id not in failed)
         for request_id in sorted(sent):
@@ -326,7 +328,9 @@ class SimScheduler:
         else:
             self._waiting.remove(request)
         request.status, request.outcome = Status.FINISHED, outcome
-        request.awaits_sent, _ = self._hooks.finished(request.request_id, outcome != "finished")
+        request.awaits_sent, _ = self._hooks.finished(
+            request.request_id, outcome != "finished", self.block_table(request.request_id)
+        )
         self._finished_ids.add(request.request_id)
         self._on_end(request)
         if not (request.awaits_sent or request.awaits_load):
