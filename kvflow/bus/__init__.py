@@ -1,0 +1,1 @@
+"""The message bus: a port, and its implementations over NATS and in memory."""

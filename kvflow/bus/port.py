@@ -1,4 +1,4 @@
-"""The bus port: what actors may ask of a message bus. `nats.py` and `memory.py` implement it; nothing else imports nats."""
+"""The bus port: what actors may ask of a message bus. `nats.py` and `memory.py` implement it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class KvUpdate:
-    """Carry one change of a key-value bucket; `value` is None when the key was deleted or has expired."""
+    """Carry one change of a key-value bucket; `value` is None when the key was deleted or has `expired`."""
 
     key: str
     value: bytes | None
+    expired: bool = False
 
 
 class StreamSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +79,12 @@ class Bus(Protocol):
         """Create the memory stream or adapt it; calling it again does nothing."""
 
     async def replay(
-        self, stream: str, subject: str, handler: Handler, *, on_caught_up: Callable[[], None] | None = None,
+        self,
+        stream: str,
+        subject: str,
+        handler: Handler,
+        *,
+        on_caught_up: Callable[[], None] | None = None,
         since_s: float | None = None,
     ) -> Subscription:
         """Deliver what the stream holds of `subject` in order, call `on_caught_up` once, then follow.

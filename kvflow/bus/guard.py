@@ -1,0 +1,30 @@
+"""Keep the bus going whatever a handler or a dying connection does."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import structlog
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+def call_guarded(handler: Callable[[T], object], item: T) -> None:
+    """Call a handler; log what it raises."""
+    try:
+        handler(item)
+    except Exception as error:
+        log.exception("handler_failed", handler=getattr(handler, "__qualname__", repr(handler)), error=str(error))
+
+
+async def bounded(work: Awaitable[None], timeout_s: float) -> None:
+    """Run a closing step for at most `timeout_s`; what it raises no longer matters to anybody."""
+    task = asyncio.ensure_future(work)
+    done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    if not done:
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    if done and not task.cancelled() and task.exception() is not None:
+        log.debug("bus_close_failed", error=str(task.exception()))
