@@ -52,3 +52,19 @@ class MemoryAccessError(TransferError):
 
 class BrokerError(BusError):
     """The private nats-server cannot be found or started."""
+
+
+class NodeError(KvflowError):
+    """A node cannot start, or cannot keep one of its processes running."""
+
+    exit_code = 6
+
+
+def cause_of(error: BaseException) -> KvflowError | None:
+    """Return the KvflowError that ended a tree of tasks, None when anything else is among the causes."""
+    if isinstance(error, KvflowError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        causes = [cause_of(inner) for inner in error.exceptions]
+        return causes[0] if None not in causes else None
+    return None

@@ -1,0 +1,1 @@
+"""Tools that look on: they read lifecycle events and decide nothing."""
