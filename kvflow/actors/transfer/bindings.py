@@ -86,8 +86,8 @@ def piece_done(state: TransferState, piece: Piece, done: PieceDone, now: float, 
     source = state.sources.get(binding.source_key)
     if source is not None and source.last_at is None:
         totals.bytes_early += done.bytes_done
-    advance(state, binding, now, out)
     out.append(Emit(_event(state, binding, "progress", rank=piece.lane.rank)))
+    advance(state, binding, now, out)
 
 
 def piece_failed(state: TransferState, piece: Piece, detail: str, now: float, out: Effects) -> None:

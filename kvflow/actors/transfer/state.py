@@ -38,7 +38,7 @@ from kvflow.actors.transfer.model import (
     Tables,
     Tick,
 )
-from kvflow.actors.transfer.tables import BlockTables
+from kvflow.actors.transfer.tables import MAX_ENTRIES, BlockTables
 from kvflow.dataplane.port import PieceDone, PieceFailed
 from kvflow.errors import TransferError, WireError
 from kvflow.messages import (
@@ -54,6 +54,8 @@ from kvflow.messages import (
 )
 
 NOTIFY_RETRIES = 2
+# Far beyond any context, and small enough for all arithmetic on token positions.
+MAX_TOKENS = 1 << 40
 
 
 def step(state: TransferState, event: Input, now: float) -> list[Effect]:  # noqa: C901 -- one flat dispatch
@@ -208,9 +210,11 @@ def _target_tables(state: TransferState, event: TransferBound) -> tuple[Tables, 
         return (), ("overloaded", f"{len(state.bindings)} bindings are live on this rank")
     if event.direction != "write":
         return (), ("incompatible", f"direction {event.direction!r} is not served by source ranks")
-    if not 0 <= event.start < event.end:
-        return (), ("bad_registration", f"token range [{event.start}, {event.end}) is empty or reversed")
-    if len(event.first_blocks) != len(event.blocks) or min(event.first_blocks, default=0) < 0:
+    if not 0 <= event.start < event.end <= MAX_TOKENS:
+        return (), ("bad_registration", f"token range [{event.start}, {event.end}) is empty or malformed")
+    if len(event.first_blocks) != len(event.blocks) or not all(
+        0 <= first <= MAX_ENTRIES for first in event.first_blocks
+    ):
         return (), ("bad_registration", "block tables and their positions do not match")
     try:
         return tuple(unpack_blocks(packed) for packed in event.blocks), None
