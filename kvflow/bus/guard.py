@@ -1,6 +1,7 @@
 """Keep the bus going whatever a handler or a dying connection does."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -17,6 +18,21 @@ def call_guarded(handler: Callable[[T], object], item: T) -> None:
         handler(item)
     except Exception as error:
         log.exception("handler_failed", handler=getattr(handler, "__qualname__", repr(handler)), error=str(error))
+
+
+def call_on(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+    """Run `work` soon on a loop (perhaps another thread's), in the order of the calls; a closed loop runs nothing."""
+    if loop.is_closed():
+        return
+    try:
+        here = asyncio.get_running_loop()
+    except RuntimeError:
+        here = None
+    if here is loop:
+        loop.call_soon(work)
+    else:
+        with contextlib.suppress(RuntimeError):  # it was closed just now
+            loop.call_soon_threadsafe(work)
 
 
 async def bounded(work: Awaitable[None], timeout_s: float) -> None:
