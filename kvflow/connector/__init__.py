@@ -1,0 +1,1 @@
+"""The bridge between an engine and the actors. Only `facade`, `plugin` and `vllm_*` import vLLM or torch."""

@@ -1,0 +1,81 @@
+"""Run a rank's actors inside the engine's worker, on the bridge thread: placement `engine`, for device memory."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import structlog
+
+from kvflow.bus.port import Bus
+from kvflow.config import Settings
+from kvflow.dataplane.memory import MemoryRange
+from kvflow.messages import EngineProfile, KvSegment
+
+log = structlog.get_logger()
+
+
+class EngineRank:
+    """Own the NIXL agent of one rank while a bus connection lasts."""
+
+    def __init__(
+        self, settings: Settings, profile: EngineProfile, memory: Sequence[MemoryRange], may_attach: asyncio.Event
+    ) -> None:
+        """Prepare; `memory` are addresses in this process, alive while the rank runs."""
+        self._settings = settings
+        self._profile = profile
+        self._segments = tuple(
+            KvSegment(address=item.address, length=item.length, memory=item.memory, device=item.device)
+            for item in memory
+        )
+        self._may_attach = may_attach
+        self._allowed = asyncio.Event()
+        self._allowed.set()
+        self._fencing = asyncio.Event()
+        self._detached_since: float | None = time.monotonic()
+
+    def detached_for(self) -> float:
+        """Return for how many seconds no agent has had the memory (any thread)."""
+        since = self._detached_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def fence(self) -> None:
+        """Close the agent and keep it closed until `resume` (event loop)."""
+        self._allowed.clear()
+        self._fencing.set()
+
+    def resume(self) -> None:
+        """Start an agent again (event loop)."""
+        self._fencing.clear()
+        self._allowed.set()
+
+    async def run(self, bus: Bus) -> None:
+        """Run the actors on this bus connection until cancelled."""
+        await self._may_attach.wait()
+        while True:
+            await self._allowed.wait()
+            async with asyncio.TaskGroup() as group:
+                rank = group.create_task(self._run_agent(bus))
+                fence = group.create_task(self._fencing.wait())
+                await asyncio.wait([rank, fence], return_when=asyncio.FIRST_COMPLETED)
+                rank.cancel()
+                fence.cancel()
+
+    async def _run_agent(self, bus: Bus) -> None:
+        from kvflow.actors.rank import AgentInbox, run_rank
+        from kvflow.dataplane.nixl_agent import NixlAgent
+
+        inbox = AgentInbox()
+        profile = self._profile
+        name = f"{profile.engine}/{profile.rank}"
+        self._detached_since = None
+        try:
+            agent = NixlAgent(name, self._segments, inbox, settings=self._settings)
+            try:
+                await run_rank(
+                    bus=bus, settings=self._settings, profile=profile, agent=agent, inbox=inbox, placement="engine",
+                    ready=lambda: log.info("rank_ready", engine=str(profile.engine), rank=profile.rank),
+                )  # fmt: skip
+            finally:
+                await agent.close()
+        finally:
+            self._detached_since = time.monotonic()
