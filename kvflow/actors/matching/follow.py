@@ -1,0 +1,122 @@
+"""Learn from decisions that were taken before: what a following state does, and how it takes over.
+
+Decisions that hang on time or on the directory cannot be derived again from a replay. So the actor writes each decision
+to the control stream before it acts on it, and a following state takes decisions from there only.
+"""
+
+from kvflow.actors.matching.decide import (
+    Effects,
+    attach,
+    end,
+    failure,
+    forget_source,
+    released,
+    revocation,
+    settle,
+    unbind,
+)
+from kvflow.actors.matching.effects import Bind
+from kvflow.actors.matching.model import State, Transfer
+from kvflow.messages import SourceReleased, TransferBound, TransferFailed, TransferRevoked
+
+# Told again at a take-over: a crash may have come between the record of a decision and its sending.
+RESENT_ENDINGS = 256
+
+
+def decided_bind(state: State, now: float, message: TransferBound, out: Effects) -> None:  # noqa: ARG001
+    """Take over a binding that was decided before."""
+    state.next_binding = max(state.next_binding, message.binding + 1)
+    transfer = state.transfers.get(message.transfer_id)
+    if not state.following or transfer is None or message.binding in transfer.bindings:
+        return
+    source = transfer.sources.get(message.source)
+    registration = transfer.registrations.get((message.target, message.request_id))
+    if source is None or source.attempt != message.source_attempt:
+        return
+    if registration is None or registration.attempt != message.target_attempt or registration.ended:
+        return
+    if registration.binding is not None:
+        unbind(state, registration.binding)
+    offer = registration.offer
+    if offer is None:
+        return
+    bound = TransferBound(
+        transfer_id=message.transfer_id, binding=message.binding, source=message.source,
+        source_attempt=message.source_attempt, target=message.target, target_attempt=message.target_attempt,
+        request_id=message.request_id, start=offer.start, end=offer.end, first_blocks=offer.first_blocks,
+        blocks=offer.blocks, direction=message.direction,
+    )  # fmt: skip
+    attach(state, source, registration, bound, now)
+
+
+def decided_revoke(state: State, now: float, message: TransferRevoked, out: Effects) -> None:  # noqa: ARG001
+    """Take over a revocation that was decided before."""
+    transfer = state.transfers.get(message.transfer_id)
+    binding = transfer.bindings.get(message.binding) if transfer is not None else None
+    if not state.following or binding is None or binding.revoked is not None:
+        return
+    binding.revoked = message.reason
+    state.timers.schedule(binding, now + state.limits.quiesce_wait_s)
+
+
+def decided_fail(state: State, now: float, message: TransferFailed, out: Effects) -> None:
+    """Take over the failure of a registration that was decided before."""
+    transfer = state.transfers.get(message.transfer_id)
+    if not state.following or transfer is None:
+        return
+    name = (message.target, message.request_id)
+    current = transfer.registrations.get(name)
+    candidates = [older for older in transfer.superseded if older.name == name]
+    if current is not None:
+        candidates.append(current)
+    for registration in candidates:
+        if registration.attempt == message.target_attempt and not registration.ended:
+            if registration.binding is not None:
+                unbind(state, registration.binding)
+            registration.verdict = message.reason
+            registration.detail = message.detail
+            end(state, registration, message.reason)
+    settle(state, transfer, now, out)
+
+
+def decided_release(state: State, now: float, message: SourceReleased, out: Effects) -> None:
+    """Take over the release of a source that was decided before."""
+    transfer = state.transfers.get(message.transfer_id)
+    if not state.following or transfer is None:
+        return
+    current = transfer.sources.get(message.source)
+    candidates = [older for older in transfer.retiring if older.engine == message.source]
+    if current is not None:
+        candidates.append(current)
+    for source in candidates:
+        if source.attempt == message.attempt and not source.released:
+            forget_source(state, source, message.outcome or "released")
+    settle(state, transfer, now, out)
+
+
+def resync(state: State, now: float) -> Effects:
+    """Take over: decide what the facts ask for, and tell again what live transfers and late endings stand for."""
+    state.following = False
+    out: Effects = []
+    for transfer in list(state.transfers.values()):
+        if transfer.live:
+            _tell_again(transfer, out)
+            settle(state, transfer, now, out)
+    for _, item in list(state.tombstones)[-RESENT_ENDINGS:]:
+        if isinstance(item, Transfer) and not item.live:
+            _tell_again(item, out)
+    return out
+
+
+def _tell_again(transfer: Transfer, out: Effects) -> None:
+    for binding in transfer.bindings.values():
+        if binding.revoked is None:
+            out.append(Bind(binding.message))
+        elif not binding.is_quiet:
+            out.append(revocation(binding, binding.revoked))
+    for registration in transfer.registrations.values():
+        if registration.ended and registration.verdict is not None:
+            out.append(failure(registration))
+    for source in transfer.sources.values():
+        if source.released and source.released != "preempted":
+            out.append(released(source))
