@@ -13,7 +13,8 @@ import structlog
 
 from kvflow.actors.outbox import Outbox
 from kvflow.actors.transfer.model import Input, Lane, PeerLost, PeerReady, PeerUnknown
-from kvflow.dataplane.compat import check_compatible, shares_for, targets_of
+from kvflow.dataplane.compat import check_compatible, shares_for
+from kvflow.dataplane.geometry import check_geometry
 from kvflow.dataplane.plan import PairPlan
 from kvflow.dataplane.port import TransferAgent
 from kvflow.directory import Directory, DirectoryChange, Joined, Left
@@ -104,7 +105,7 @@ class Peers:
         engine = card.engine
         if engine == self._profile.engine:
             # Now that this source has one more rank known, targets that waited for it may be complete.
-            for target in {other for other, _ in self._directory.cards}:
+            for target in self._directory.engines():
                 self._greet(target)
             return
         tie = self.tie(engine, card.rank)
@@ -113,7 +114,7 @@ class Peers:
         self._greet(engine)
 
     def _greet(self, target: EngineRef) -> None:
-        if target == self._profile.engine or target in self._ties or self._sources() is None:
+        if target == self._profile.engine or target in self._ties or self._siblings() is None:
             return
         cards = self._cards_of(target)
         if cards is not None and "target" in cards[0].profile.roles:
@@ -138,12 +139,12 @@ class Peers:
         if target in self._ties:
             return self._ready(target)
         cards = await self._wait_for_cards(target)
-        sources = self._sources()
-        if cards is None or sources is None:
-            missing = "its own ranks" if sources is None else f"all ranks of {target}"
+        siblings = self._siblings()
+        if cards is None or siblings is None:
+            missing = "all ranks of its own engine" if siblings is None else f"all ranks of {target}"
             return PeerUnknown(target, "unknown_engine", f"the directory does not know {missing}")
         try:
-            drafts = await anyio.to_thread.run_sync(self._draft, sources, cards)
+            drafts = await anyio.to_thread.run_sync(self._draft, siblings, cards)
         except KvflowError as error:
             log.warning("target_incompatible", target=str(target), reason=str(error))
             return PeerUnknown(target, "incompatible", str(error), final=True)
@@ -166,44 +167,43 @@ class Peers:
         ties = self._ties[target]
         return PeerReady(target, tuple(Lane(rank, tie.writers) for rank, tie in sorted(ties.items())))
 
-    async def _wait_for_cards(self, target: EngineRef) -> list[EngineCard] | None:
+    async def _wait_for_cards(self, target: EngineRef) -> tuple[EngineCard, ...] | None:
         with anyio.move_on_after(CARD_WAIT_S):
-            while self._cards_of(target) is None or self._sources() is None:
+            while self._cards_of(target) is None or self._siblings() is None:
                 await self._changed.wait()
         return self._cards_of(target)
 
-    def _cards_of(self, engine: EngineRef) -> list[EngineCard] | None:
-        """Return the cards of all ranks of an engine by rank, None unless all are known."""
-        cards = sorted((card for (ref, _), card in self._directory.cards.items() if ref == engine), key=_rank_of)
-        return cards if cards and len(cards) == cards[0].profile.ranks else None
+    def _cards_of(self, engine: EngineRef) -> tuple[EngineCard, ...] | None:
+        """Return the cards of all ranks of an engine in rank order, None unless all are known."""
+        return self._directory.engines().get(engine)
 
-    def _sources(self) -> list[EngineProfile] | None:
-        """Return the profiles of all ranks of this engine, None unless all are known."""
+    def _siblings(self) -> tuple[EngineCard, ...] | None:
+        """Return the cards of this engine's other ranks, None unless all are known."""
         if self._profile.ranks == 1:
-            return [self._profile]
+            return ()
         cards = self._cards_of(self._profile.engine)
-        return None if cards is None else [card.profile for card in cards]
+        return None if cards is None else tuple(card for card in cards if card.rank != self._profile.rank)
 
-    def _draft(self, sources: Sequence[EngineProfile], cards: Sequence[EngineCard]) -> list[_Draft]:
+    def _draft(self, siblings: Sequence[EngineCard], cards: Sequence[EngineCard]) -> list[_Draft]:
         """Plan the ties to all ranks that this rank writes to; raise PeerError when the caches cannot be mapped."""
-        targets = [card.profile for card in cards]
-        reason = check_compatible(sources, targets)
+        for card in (*siblings, *cards):
+            check_geometry(card.profile.geometry, card.segments, owner=f"rank {card.rank} of {card.engine}")
+        sources = sorted((self._profile, *(card.profile for card in siblings)), key=lambda profile: profile.rank)
+        reason = check_compatible(sources, [card.profile for card in cards])
         if reason is not None:
             raise PeerError(reason)
-        mine = set(targets_of(self._profile, sources, targets))
         drafts = []
         for card in cards:
-            if card.rank not in mine:
-                continue
             shares = shares_for(card.profile, sources)
-            plan = PairPlan(
-                self._profile.geometry,
-                self._agent.segments,
-                card.profile.geometry,
-                card.segments,
-                share=shares[self._profile.rank],
-            )
-            drafts.append(_Draft(card, plan, len(shares)))
+            if self._profile.rank in shares:
+                plan = PairPlan(
+                    self._profile.geometry,
+                    self._agent.segments,
+                    card.profile.geometry,
+                    card.segments,
+                    share=shares[self._profile.rank],
+                )
+                drafts.append(_Draft(card, plan, len(shares)))
         return drafts
 
     async def _tie_up(self, draft: _Draft) -> Tie:
@@ -227,7 +227,3 @@ class Peers:
                     await self._agent.remove_peer(name)
             except KvflowError as error:
                 log.warning("peer_not_removed", peer=name, error=str(error))
-
-
-def _rank_of(card: EngineCard) -> int:
-    return card.rank
