@@ -76,9 +76,7 @@ def main() -> int:
         mouth.fatal(error)
         return EXIT_FATAL
     try:
-        connector = attach_connector(
-            config.engine, config.settings, [segment.range for segment in engine.segments], config.attach_timeout_s
-        )
+        connector = attach_connector(config.engine, settings, engine.segments, config.attach_timeout_s)
     except KvflowError as error:
         engine.stop()
         mouth.fatal(error)

@@ -1,0 +1,213 @@
+"""`kvflow demo --sim`: a node, two simulated engines and real transfers between them, checked byte by byte."""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import anyio
+import msgspec
+import structlog
+from anyio.streams.buffered import BufferedByteReceiveStream
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvflow.bus.connect import connect_bus
+from kvflow.bus.port import Delivery
+from kvflow.config import ENV_PREFIX, SETTING_NAMES, Settings
+from kvflow.errors import KvflowError, WireError
+from kvflow.messages import Role, Subjects, TransferEvent, decode
+from kvflow.sim.channel import ProcessConfig
+from kvflow.sim.control import SimProcess, launch_engine
+from kvflow.sim.engine import EngineConfig
+from kvflow.sim.layout import SimLayout
+from kvflow.sim.load import LoadConfig, plan_load
+from kvflow.sim.traffic import Deliveries, Traffic, TrafficReport
+
+log = structlog.get_logger()
+
+NODE_READY_S = 30.0
+NODE_STOP_S = 20.0
+QUIET_S = 15.0
+MAX_READY_LINE = 64 * 1024
+# Loopback TCP works everywhere; UCX's other transports need more of the machine than a demo may assume.
+UCX_TLS = "tcp,self"
+
+
+class SimDemoError(KvflowError):
+    """The demo's own node did not start or did not last."""
+
+
+class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold what the demo prints: the traffic's report, and how long the whole demo took (seconds)."""
+
+    ok: bool
+    total_s: float
+    traffic: TrafficReport
+
+    def as_json(self) -> str:
+        """Return one flat JSON object."""
+        fields = msgspec.to_builtins(self.traffic) | {"total_s": self.total_s, "ok": self.ok}
+        return msgspec.json.encode(fields).decode()
+
+
+def run_sim_demo(
+    settings: Settings,
+    *,
+    transfers: int = 200,
+    json: bool = False,
+    concurrency: int = 12,
+    tp_size: int = 1,
+    seed: int = 1,
+) -> int:
+    """Run the demo, print its result on stdout, and return the exit status: 0 only if all went right.
+
+    Nothing of it is left behind, files and processes included. Raises KvflowError when it cannot start.
+    """
+    load = LoadConfig(transfers=transfers, aborts=transfers // 20, seed=seed)
+    layout = SimLayout(blocks=768, tp_size=tp_size)
+    report = anyio.run(_run, settings, load, layout, concurrency)
+    sys.stdout.write(report.as_json() + "\n" if json else "")
+    if not json:
+        Console().print(_table(report))
+    sys.stdout.flush()
+    return 0 if report.ok else 1
+
+
+async def _run(settings: Settings, load: LoadConfig, layout: SimLayout, concurrency: int) -> DemoReport:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvflow-demo-") as folder:
+        # The demo brings its own server and folder, so that it touches no cluster that is in use.
+        own = Settings(
+            cluster="demo", runtime_dir=str(Path(folder) / "run"), source_lease_s=QUIET_S / 2,
+            placement=settings.placement, log_level=settings.log_level, log_format=settings.log_format,
+        )  # fmt: skip
+        if settings.log_level == "info":  # the default: a demo shows its result, not the log of its parts
+            own = msgspec.structs.replace(own, log_level="warning")
+        async with AsyncExitStack() as stack:
+            own = await stack.enter_async_context(_node(own))
+            deliveries = await stack.enter_async_context(_watch_deliveries(own))
+            source = await stack.enter_async_context(launch_engine(_engine(own, "prefill", "source", layout)))
+            target = await stack.enter_async_context(launch_engine(_engine(own, "decode", "target", layout)))
+            traffic = await _drive(source, target, deliveries, load, concurrency)
+    good = traffic.passed and traffic.transfers + traffic.cancelled == load.transfers + load.aborts
+    return DemoReport(ok=good, total_s=round(time.monotonic() - began, 3), traffic=traffic)
+
+
+async def _drive(
+    source: SimProcess, target: SimProcess, deliveries: Deliveries, load: LoadConfig, concurrency: int
+) -> TrafficReport:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("transfers", total=load.transfers + load.aborts)
+        traffic = Traffic(source, target, on_progress=lambda: progress.advance(task))
+        await traffic.run(plan_load(load), concurrency)
+        return await traffic.report(deliveries, QUIET_S)
+
+
+def _engine(settings: Settings, name: str, role: Role, layout: SimLayout) -> ProcessConfig:
+    engine = EngineConfig(engine_id=name, roles=(role,), layout=layout, step_s=0.001, token_s=10e-6, idle_step_s=0.0005)
+    return ProcessConfig(engine=engine, settings=settings)
+
+
+@asynccontextmanager
+async def _node(settings: Settings) -> AsyncIterator[Settings]:
+    """Run `kvflow up` while the block runs, and yield the settings that reach it."""
+    up = [sys.executable, "-m", "kvflow.cli", "up", "--json"]
+    # The guard stops the node when this process dies, however that happens: it reads a pipe that we hold open.
+    command = [sys.executable, "-m", "kvflow.demo.guard", f"{NODE_STOP_S:g}", *up]
+    process = await anyio.open_process(command, stderr=None, env=_environment(settings))
+    try:
+        yield msgspec.structs.replace(settings, nats_url=await _wait_ready(process))
+    finally:
+        with anyio.CancelScope(shield=True):
+            if process.stdin is not None:
+                await process.stdin.aclose()
+            with anyio.move_on_after(2 * NODE_STOP_S):
+                await process.wait()
+            if process.returncode is None:
+                log.error("demo_node_killed", after_s=2 * NODE_STOP_S)
+            await process.aclose()
+
+
+async def _wait_ready(process: anyio.abc.Process) -> str:
+    """Return the NATS URL that the node says when it is ready."""
+    if process.stdout is None:
+        raise SimDemoError("the node's stdout is not a pipe")
+    lines = BufferedByteReceiveStream(process.stdout)
+    with anyio.move_on_after(NODE_READY_S):
+        try:
+            line = await lines.receive_until(b"\n", MAX_READY_LINE)
+            return msgspec.json.decode(line, type=_NodeReady).nats_url
+        except (anyio.IncompleteRead, anyio.EndOfStream) as error:
+            raise SimDemoError("the demo's node ended before it was ready", remedy="see its log above") from error
+        except msgspec.DecodeError as error:
+            raise SimDemoError(f"the demo's node said something else than that it is ready: {error}") from error
+    raise SimDemoError(f"the demo's node was not ready after {NODE_READY_S:g} s", remedy="see its log above")
+
+
+class _NodeReady(msgspec.Struct, frozen=True):
+    nats_url: str
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    ours = {
+        ENV_PREFIX + name.upper(): str(value).lower() if isinstance(value, bool) else str(value)
+        for name in SETTING_NAMES
+        if (value := getattr(settings, name)) != ""
+    }
+    return {"UCX_TLS": UCX_TLS} | kept | ours
+
+
+@asynccontextmanager
+async def _watch_deliveries(settings: Settings) -> AsyncIterator[Deliveries]:
+    """Add up the transfer events of the cluster while the block runs."""
+    deliveries = Deliveries()
+
+    def take(delivery: Delivery) -> None:
+        try:
+            event = decode(delivery.data)
+        except WireError as error:
+            log.warning("event_dropped", subject=delivery.subject, error=str(error))
+            return
+        if isinstance(event, TransferEvent):
+            deliveries.add(event)
+
+    bus = await connect_bus(settings, name="kvflow-demo")
+    try:
+        await bus.subscribe(Subjects(settings.cluster).events_all(), take)
+        await bus.flush()
+        yield deliveries
+    finally:
+        await bus.close()
+
+
+def _table(report: DemoReport) -> Table:
+    traffic = report.traffic
+    table = Table(title="Simulated prefill engine to simulated decode engine", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    rows = {
+        "transfers": f"{traffic.transfers}",
+        "of these already there": f"{traffic.already_there}",
+        "cancelled / failed": f"{traffic.cancelled} / {traffic.failed}",
+        "bytes moved": f"{traffic.bytes / 1e6:.1f} MB in {traffic.pieces} pieces, {traffic.descriptors} descriptors",
+        "moved while the prompt was still computed": f"{100 * traffic.bytes_early_share:.0f} %",
+        "bytes checked": f"{traffic.checked_bytes / 1e6:.1f} MB",
+        "wrong bytes": f"{traffic.mismatched_bytes}",
+        "blocks still held": f"{traffic.held_blocks}",
+        "both ready to arrived, median / p99": f"{traffic.p50_ms:.2f} / {traffic.p99_ms:.2f} ms",
+        "time to first token, median": f"{traffic.ttft_p50_ms:.1f} ms",
+        "duration": f"{traffic.duration_s:.1f} s ({report.total_s:.1f} s with start and stop)",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    for reason, count in traffic.failures.items():
+        table.add_row(f"failed {count} times", reason, style="red")
+    table.add_row("result", "[green]all right[/]" if report.ok else "[red]something went wrong[/]")
+    return table
