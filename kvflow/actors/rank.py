@@ -1,6 +1,8 @@
 """Run the data-plane actors of one engine rank on one agent, in a process of their own or in the engine's worker."""
 
+import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import anyio
 import structlog
@@ -10,7 +12,7 @@ from kvflow.actors.transfer.actor import TransferActor
 from kvflow.bus.connect import connect_bus
 from kvflow.bus.port import Bus
 from kvflow.config import Settings
-from kvflow.dataplane.memory import MappedRanges, MemoryRange
+from kvflow.dataplane.memory import MemoryRange
 from kvflow.dataplane.port import AgentEvent, Notified, NotifyFailed, PieceDone, PieceFailed, TransferAgent
 from kvflow.directory import Directory
 from kvflow.errors import BusError, ConfigError
@@ -120,34 +122,42 @@ async def run_data_process(
     Maps `lengths[i]` bytes of each descriptor (they stay the caller's), makes a NIXL agent over them and connects to
     the bus. Raises MemoryAccessError, TransferError or BusError when one of them cannot be had.
     """
-    from kvflow.dataplane.nixl_agent import NixlAgent
-
     if len(fds) != len(lengths):
         raise ConfigError(f"{len(fds)} memory descriptors came with {len(lengths)} lengths", remedy="attach anew")
-    inbox = AgentInbox()
-    mapped = MappedRanges([MemoryRange(fd=fd, length=length) for fd, length in zip(fds, lengths, strict=True)])
+    ranges = [MemoryRange(fd=fd, length=length) for fd, length in zip(fds, lengths, strict=True)]
+    bus = await connect_bus(settings, name=f"kvflow {profile.engine} rank {profile.rank}")
     try:
-        agent = NixlAgent(agent_name(profile), mapped.segments, inbox, settings=settings)
-        try:
-            bus = await connect_bus(settings, name=f"kvflow {profile.engine} rank {profile.rank}")
-            try:
-                await run_rank(
-                    bus=bus,
-                    settings=settings,
-                    profile=profile,
-                    agent=agent,
-                    inbox=inbox,
-                    placement="process",
-                    ready=ready,
-                )
-            finally:
-                with anyio.move_on_after(LEAVE_S, shield=True):
-                    await bus.close()
-        finally:
-            with anyio.move_on_after(settings.stop_grace_s, shield=True):
-                await agent.close()
+        await run_rank_over(
+            bus=bus, settings=settings, profile=profile, ranges=ranges, placement="process", ready=ready
+        )
     finally:
-        mapped.close()
+        with anyio.move_on_after(LEAVE_S, shield=True):
+            await bus.close()
+
+
+async def run_rank_over(
+    *,
+    bus: Bus,
+    settings: Settings,
+    profile: EngineProfile,
+    ranges: Sequence[MemoryRange],
+    placement: Placement,
+    ready: Callable[[], None],
+) -> None:
+    """Make a NIXL agent over these ranges, run the rank's actors on it until cancelled, and close it."""
+    from kvflow.dataplane.nixl_agent import NixlAgent
+
+    inbox = AgentInbox()
+    make = partial(NixlAgent, agent_name(profile), ranges, inbox, loop=asyncio.get_running_loop(), settings=settings)
+    agent = await anyio.to_thread.run_sync(make)  # registering gigabytes takes a while
+    try:
+        await run_rank(
+            bus=bus, settings=settings, profile=profile, agent=agent, inbox=inbox, placement=placement, ready=ready
+        )
+    finally:
+        # The agent bounds its own close; a cancellation must not leave WRITEs behind.
+        with anyio.CancelScope(shield=True):
+            await agent.close()
 
 
 def agent_name(profile: EngineProfile) -> str:

@@ -8,7 +8,6 @@ import pytest
 from kvflow.actors.transfer.book import TransferState
 from kvflow.actors.transfer.model import (
     DeliveryFailed,
-    DropPeer,
     Effect,
     Emit,
     Input,
@@ -645,7 +644,7 @@ def test_an_incompatible_target_is_refused_at_once_until_it_leaves() -> None:
     assert not rig.state.refused
 
 
-def test_a_lost_target_fails_its_bindings_when_their_pieces_have_landed_and_is_then_forgotten() -> None:
+def test_a_lost_target_fails_its_bindings_when_their_pieces_have_landed() -> None:
     rig = Rig()
     rig(bound())
     rig(progress(PROMPT))
@@ -655,14 +654,7 @@ def test_a_lost_target_fails_its_bindings_when_their_pieces_have_landed_and_is_t
     report = rig.reports[0]
     assert isinstance(report, TransferErrored)
     assert report.reason == "target_lost"
-    assert rig.of(DropPeer) == [DropPeer(TARGET)]
-    assert not rig.state.lost
-
-
-def test_an_idle_lost_target_is_forgotten_at_once() -> None:
-    rig = Rig()
-    rig(PeerLost(TARGET))
-    assert rig.effects == [DropPeer(TARGET)]
+    assert TARGET not in rig.state.peers
 
 
 # ---------------------------------------------------------------- time

@@ -16,7 +16,6 @@ from kvflow.actors.outbox import Outbox
 from kvflow.actors.transfer.book import TransferState
 from kvflow.actors.transfer.model import (
     DeliveryFailed,
-    DropPeer,
     Effect,
     Emit,
     Input,
@@ -163,8 +162,6 @@ class TransferActor:
                 self._outbox.emit(effect.event)
             case StartPeer():
                 self._peers.want(effect.target)
-            case DropPeer():
-                self._peers.drop(effect.target)
 
     def _post(self, effect: PostPiece) -> None:
         tie = self._peers.tie(effect.target, effect.target_rank)

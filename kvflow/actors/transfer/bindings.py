@@ -3,7 +3,6 @@
 from kvflow.actors.transfer.book import TransferState
 from kvflow.actors.transfer.model import (
     Binding,
-    DropPeer,
     Effect,
     Emit,
     Fence,
@@ -188,7 +187,7 @@ def _notify_and_end(
     )
     out.append(Report(report))
     out.append(Emit(_event(state, binding, "delivered", report=report)))
-    _end(state, binding, report, now, out)
+    state.end_binding(binding, report, now)
 
 
 def _settle(state: TransferState, binding: Binding, fence: Fence, now: float, out: Effects) -> None:
@@ -201,21 +200,7 @@ def _settle(state: TransferState, binding: Binding, fence: Fence, now: float, ou
         report = errored(state, *binding.key, fence.reason, fence.detail)
     if report is not None:
         out.append(Report(report))
-    _end(state, binding, report, now, out)
-
-
-def _end(
-    state: TransferState,
-    binding: Binding,
-    report: TransferDelivered | TransferQuiesced | TransferErrored | None,
-    now: float,
-    out: Effects,
-) -> None:
     state.end_binding(binding, report, now)
-    target = binding.message.target
-    if target in state.lost and target not in state.by_target:
-        state.lost.discard(target)
-        out.append(DropPeer(target))
 
 
 def quiesced(state: TransferState, transfer_id: str, binding: int) -> TransferQuiesced:

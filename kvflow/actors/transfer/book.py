@@ -37,7 +37,6 @@ class TransferState:
         # None while the driver looks for the engine.
         self.peers: dict[EngineRef, tuple[Lane, ...] | None] = {}
         self.refused: dict[EngineRef, PeerUnknown] = {}
-        self.lost: set[EngineRef] = set()
         self.ended_sources: OrderedDict[SourceKey, float] = OrderedDict()
         self.ended_bindings: OrderedDict[BindingKey, Ended] = OrderedDict()
         self.ignored = 0

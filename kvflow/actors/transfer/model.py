@@ -61,7 +61,7 @@ class PeerUnknown:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """Say that a target engine has left, or that one of its agents was replaced."""
+    """Say that a target engine has left, or that one of its agents was replaced; pieces in flight to it will fail."""
 
     target: EngineRef
     detail: str = ""
@@ -92,13 +92,6 @@ Input = (
 @dataclass(frozen=True, slots=True)
 class StartPeer:
     """Find a target engine and make its agents known; answered with PeerReady or PeerUnknown."""
-
-    target: EngineRef
-
-
-@dataclass(frozen=True, slots=True)
-class DropPeer:
-    """Forget the agents of a lost engine: nothing to them is in flight any more."""
 
     target: EngineRef
 
@@ -151,7 +144,7 @@ class Emit:
     event: TransferEvent
 
 
-Effect = StartPeer | DropPeer | Wake | PostPiece | SendNotification | Report | Emit
+Effect = StartPeer | Wake | PostPiece | SendNotification | Report | Emit
 
 
 # ---------------------------------------------------------------- state

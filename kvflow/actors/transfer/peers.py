@@ -66,7 +66,6 @@ class Peers:
         self._subjects = subjects
         self._tell = tell
         self._ties: dict[EngineRef, dict[int, Tie]] = {}
-        self._retired: dict[EngineRef, set[str]] = {}
         self._connecting: set[EngineRef] = set()
         self._changed = anyio.Event()
         self._limiter = anyio.CapacityLimiter(MAX_CONNECTING)
@@ -95,12 +94,6 @@ class Peers:
             self._connecting.add(target)
             self._tasks.start_soon(self._connect, target)
 
-    def drop(self, target: EngineRef) -> None:
-        """Forget the retired agents of an engine: nothing to them is in flight any more."""
-        # An engine that is being connected again keeps its agents: they may be the same ones.
-        if target in self._retired and target not in self._connecting and self._tasks is not None:
-            self._tasks.start_soon(self._remove, self._retired.pop(target))
-
     def _joined(self, card: EngineCard) -> None:
         engine = card.engine
         if engine == self._profile.engine:
@@ -121,9 +114,14 @@ class Peers:
             self.want(target)
 
     def _retire(self, target: EngineRef, detail: str) -> None:
-        for tie in self._ties.pop(target, {}).values():
-            self._retired.setdefault(target, set()).add(tie.peer)
+        ties = self._ties.pop(target, {})
         self._tell(PeerLost(target, detail))
+        # Pieces that are in flight to these agents fail now, which is what their bindings wait for.
+        self._forget([tie.peer for tie in ties.values()])
+
+    def _forget(self, names: Sequence[str]) -> None:
+        if names and self._tasks is not None:
+            self._tasks.start_soon(self._remove, names)
 
     async def _connect(self, target: EngineRef) -> None:
         try:
@@ -148,18 +146,23 @@ class Peers:
         except KvflowError as error:
             log.warning("target_incompatible", target=str(target), reason=str(error))
             return PeerUnknown(target, "incompatible", str(error), final=True)
+        except Exception:  # foreign cards go through a lot of arithmetic: none of them may end the actor
+            log.exception("target_card_unusable", target=str(target))
+            return PeerUnknown(target, "incompatible", f"the cards of {target} cannot be used", final=True)
+        ties: dict[int, Tie] = {}
         try:
             with anyio.fail_after(CONNECT_WAIT_S):
-                ties = {draft.card.rank: await self._tie_up(draft) for draft in drafts}
+                for draft in drafts:
+                    ties[draft.card.rank] = await self._tie_up(draft)
         except (KvflowError, TimeoutError) as error:
             detail = str(error) or f"no connection within {CONNECT_WAIT_S:g} s"
             log.warning("target_unreachable", target=str(target), reason=detail)
+            self._forget([tie.peer for tie in ties.values()])
             return PeerUnknown(target, "transfer_error", f"cannot reach {target}: {detail}")
-        current = self._cards_of(target)
-        if current is None or [card.agent for card in current] != [card.agent for card in cards]:
+        if self._cards_of(target) != cards:
+            self._forget([tie.peer for tie in ties.values()])
             return PeerUnknown(target, "target_lost", f"{target} changed while this rank connected to it")
         self._ties[target] = ties
-        self._retired.get(target, set()).difference_update(tie.peer for tie in ties.values())
         log.info("target_connected", target=str(target), ranks=sorted(ties))
         return self._ready(target)
 
@@ -214,14 +217,12 @@ class Peers:
         # An idle agent answers nobody, so the target has to poll while the connection comes up.
         self._outbox.send(self._subjects.completion(card.engine, card.rank), hello)
         peer = await self._agent.add_peer(card.nixl_metadata)
-        # Until the whole engine is connected, the agent counts as one to be forgotten when the engine leaves.
-        self._retired.setdefault(card.engine, set()).add(peer)
         # Ignored at the other end: it makes the transport connect before the first request does.
         self._agent.notify(peer, encode(hello))
         return Tie(card, peer, draft.plan, draft.writers)
 
-    async def _remove(self, names: set[str]) -> None:
-        for name in sorted(names):
+    async def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
             try:
                 with anyio.move_on_after(CONNECT_WAIT_S):
                     await self._agent.remove_peer(name)

@@ -24,7 +24,6 @@ from kvflow.actors.transfer.book import TransferState
 from kvflow.actors.transfer.model import (
     Binding,
     DeliveryFailed,
-    DropPeer,
     Effect,
     Input,
     PeerLost,
@@ -295,10 +294,6 @@ def _peer_unknown(state: TransferState, event: PeerUnknown, now: float, out: Eff
 def _peer_lost(state: TransferState, event: PeerLost, now: float, out: Effects) -> None:
     state.peers.pop(event.target, None)
     state.refused.pop(event.target, None)
-    if event.target not in state.by_target:
-        out.append(DropPeer(event.target))
-        return
-    state.lost.add(event.target)
     for binding in state.bindings_to(event.target):
         fail(state, binding, "target_lost", event.detail or f"{event.target} has left", now, out)
 
