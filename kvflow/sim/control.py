@@ -103,8 +103,13 @@ class SimProcess:
                 return report
             await anyio.sleep(0.05)
 
-    async def stop(self) -> int:
-        """Ask the process to end, kill it when it does not, and return its exit status."""
+    @property
+    def exit_status(self) -> int | None:
+        """Return the exit status, None while the process runs."""
+        return self._process.returncode
+
+    async def stop(self) -> None:
+        """Ask the process to end, and kill it when it does not."""
         with anyio.CancelScope(shield=True):
             try:
                 await self._send(Stop())
@@ -116,13 +121,13 @@ class SimProcess:
                 await self._process.wait()
             if bound.cancelled_caught:
                 log.warning("sim_process_killed", engine=self._name, after_s=STOP_WAIT_S)
-            return await self.kill()
+                await self.kill()
 
-    async def kill(self) -> int:
-        """Kill the process at once, as a crash would, and return its exit status."""
+    async def kill(self) -> None:
+        """Kill the process at once, as a crash would, and wait for its end."""
         if self._process.returncode is None:
             self._process.kill()
-        return await self._process.wait()
+        await self._process.wait()
 
     async def _send(self, command: Command) -> None:
         stdin = self._process.stdin

@@ -17,12 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvflow.bus.connect import connect_bus
-from kvflow.bus.port import Delivery
+from kvflow.bus.port import Bus, Delivery
 from kvflow.config import ENV_PREFIX, SETTING_NAMES, Settings
 from kvflow.errors import KvflowError, WireError
 from kvflow.messages import Role, Subjects, TransferEvent, decode
 from kvflow.sim.channel import ProcessConfig
-from kvflow.sim.control import SimProcess, launch_engine
+from kvflow.sim.control import launch_engine
 from kvflow.sim.engine import EngineConfig
 from kvflow.sim.layout import SimLayout
 from kvflow.sim.load import LoadConfig, plan_load
@@ -90,23 +90,22 @@ async def _run(settings: Settings, load: LoadConfig, layout: SimLayout, concurre
             own = msgspec.structs.replace(own, log_level="warning")
         async with AsyncExitStack() as stack:
             own = await stack.enter_async_context(_node(own))
-            deliveries = await stack.enter_async_context(_watch_deliveries(own))
+            deliveries, bus = await stack.enter_async_context(_watch_deliveries(own))
             source = await stack.enter_async_context(launch_engine(_engine(own, "prefill", "source", layout)))
             target = await stack.enter_async_context(launch_engine(_engine(own, "decode", "target", layout)))
-            traffic = await _drive(source, target, deliveries, load, concurrency)
-    good = traffic.passed and traffic.transfers + traffic.cancelled == load.transfers + load.aborts
-    return DemoReport(ok=good, total_s=round(time.monotonic() - began, 3), traffic=traffic)
+            traffic = await _drive(Traffic(source, target), load, concurrency)
+            report = await traffic.report(deliveries, bus.flush, QUIET_S)
+    good = report.passed and report.transfers + report.cancelled == load.transfers + load.aborts
+    return DemoReport(ok=good, total_s=round(time.monotonic() - began, 3), traffic=report)
 
 
-async def _drive(
-    source: SimProcess, target: SimProcess, deliveries: Deliveries, load: LoadConfig, concurrency: int
-) -> TrafficReport:
+async def _drive(traffic: Traffic, load: LoadConfig, concurrency: int) -> Traffic:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("transfers", total=load.transfers + load.aborts)
-        traffic = Traffic(source, target, on_progress=lambda: progress.advance(task))
+        traffic.on_progress = lambda: progress.advance(task)
         await traffic.run(plan_load(load), concurrency)
-        return await traffic.report(deliveries, QUIET_S)
+    return traffic
 
 
 def _engine(settings: Settings, name: str, role: Role, layout: SimLayout) -> ProcessConfig:
@@ -165,7 +164,7 @@ def _environment(settings: Settings) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _watch_deliveries(settings: Settings) -> AsyncIterator[Deliveries]:
+async def _watch_deliveries(settings: Settings) -> AsyncIterator[tuple[Deliveries, Bus]]:
     """Add up the transfer events of the cluster while the block runs."""
     deliveries = Deliveries()
 
@@ -182,7 +181,7 @@ async def _watch_deliveries(settings: Settings) -> AsyncIterator[Deliveries]:
     try:
         await bus.subscribe(Subjects(settings.cluster).events_all(), take)
         await bus.flush()
-        yield deliveries
+        yield deliveries, bus
     finally:
         await bus.close()
 

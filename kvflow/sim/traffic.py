@@ -2,7 +2,7 @@
 
 import collections
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import anyio
@@ -51,6 +51,7 @@ class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
     already_there: int
     cancelled: int
     failed: int
+    tokens_moved: int
     bytes: int
     bytes_early_share: float
     descriptors: int
@@ -142,6 +143,7 @@ class Traffic:
             self.failures["the transfer failed and the target computed the prompt itself"] += 1
         elif target.received_at:
             self.counts["arrived"] += 1
+            self.counts["tokens_moved"] += target.external_tokens
             self.ttfts_s.append(target.first_token_at - min(source.submitted_at, target.submitted_at))
             both_ready_at = max(target.allocated_at, source.first_token_at)
             self.latencies_s.append(max(0.0, target.received_at - both_ready_at))
@@ -150,14 +152,18 @@ class Traffic:
         else:
             self.failures["the target never asked for the transfer"] += 1
 
-    async def report(self, deliveries: Deliveries, quiet_s: float) -> TrafficReport:
-        """Wait until both engines hold nothing, check their memory, and sum up."""
+    async def report(
+        self, deliveries: Deliveries, settle: Callable[[], Awaitable[None]], quiet_s: float
+    ) -> TrafficReport:
+        """Wait until both engines hold nothing and `settle` has let all events in, check all memory, and sum up."""
         source, target = await self.source.quiet(quiet_s), await self.target.quiet(quiet_s)
+        await settle()
         p50, p99 = _percentiles(self.latencies_s)
         share = deliveries.bytes_early / deliveries.bytes_done if deliveries.bytes_done else 0.0
         return TrafficReport(
             transfers=self.counts["arrived"] + self.counts["already_there"], already_there=self.counts["already_there"],
-            cancelled=self.counts["cancelled"], failed=self.failures.total(), bytes=deliveries.bytes_done,
+            cancelled=self.counts["cancelled"], failed=self.failures.total(),
+            tokens_moved=self.counts["tokens_moved"], bytes=deliveries.bytes_done,
             bytes_early_share=round(share, 4), descriptors=deliveries.descriptors, pieces=deliveries.pieces,
             checked_bytes=source.checked_bytes + target.checked_bytes,
             mismatched_bytes=sum(
