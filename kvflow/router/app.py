@@ -5,6 +5,7 @@ import contextlib
 import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -26,6 +27,8 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 KEEP_ALIVE_S = 4.0
 PREFILL_LINGER_S = 10.0
 MAX_REQUEST_ID = 128
+
+_request_id: ContextVar[str] = ContextVar("request_id")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,7 +70,7 @@ class Router:
                 request=request,
                 leg=leg,
                 model=self._known_model(leg.model),
-                request_id=request["request_id"],
+                request_id=_request_id.get(),
             )
             try:
                 return await exchange.run()
@@ -125,25 +128,25 @@ class Router:
 async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Name the request, and turn every error into one of OpenAI's shape."""
     sent = request.headers.get("X-Request-Id", "")
-    request["request_id"] = sent if 0 < len(sent) <= MAX_REQUEST_ID and sent.isprintable() else secrets.token_hex(16)
+    _request_id.set(sent if 0 < len(sent) <= MAX_REQUEST_ID and sent.isprintable() else secrets.token_hex(16))
     try:
         return await handler(request)
     except ApiError as error:
-        return _error(request, error.status, error.body())
+        return _error(error.status, error.body())
     except web.HTTPException as error:
         if error.status < 400:
             raise
         message = f"{error.reason}: {request.method} {request.path}"
-        answer = _error(request, error.status, error_body(error.status, message))
+        answer = _error(error.status, error_body(error.status, message))
         if "Allow" in error.headers:
             answer.headers["Allow"] = error.headers["Allow"]
         return answer
     except ConnectionResetError:
-        log.debug("client_gone", request_id=request["request_id"])
+        log.debug("client_gone", request_id=_request_id.get())
         raise
     except Exception as error:
-        log.exception("request_failed", request_id=request["request_id"], path=request.path)
-        return _error(request, 500, error_body(500, f"the router failed: {type(error).__name__}"))
+        log.exception("request_failed", request_id=_request_id.get(), path=request.path)
+        return _error(500, error_body(500, f"the router failed: {type(error).__name__}"))
 
 
 @contextlib.asynccontextmanager
@@ -254,6 +257,6 @@ def _json(content: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
 
 
-def _error(request: web.Request, status: int, body: bytes) -> web.Response:
-    headers = {"X-Request-Id": request["request_id"]}
+def _error(status: int, body: bytes) -> web.Response:
+    headers = {"X-Request-Id": _request_id.get()}
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)

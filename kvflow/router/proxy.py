@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -145,8 +146,7 @@ class Exchange:
                 raise ApiError(503, f"no pair of engines is up for the model {self.model!r}", code="no_engine_pair")
             return await self._alone()
         self.transfer_id = new_transfer_id()
-        prefill = asyncio.create_task(self._run_prefill(pair.prefill, pair.decode, self.transfer_id))
-        self._prefill_task = prefill
+        prefill = self._start_prefill(pair.prefill, pair.decode)
         decode = pair.decode
         if self.policy.mode == "deferred":
             # The prompt is computed first, and the decode engine is chosen by the load of that later moment.
@@ -159,7 +159,7 @@ class Exchange:
         """Wait for the decode leg: move it while it cannot have registered, free it when its prefill has failed."""
         body = decode_body(self.leg, self.transfer_id)
         while True:
-            opening = asyncio.create_task(self._open(decode, body))
+            opening = asyncio.create_task(self._open(self._reserved(decode), body))
             try:
                 await asyncio.wait({opening, prefill}, return_when=asyncio.FIRST_COMPLETED)
                 if not opening.done() and prefill.result() != "done":
@@ -189,55 +189,71 @@ class Exchange:
         engine = on or self.registry.fleet.alone(self.model, self._excluded)
         if engine is None:
             raise ApiError(503, f"no engine is up that can answer for the model {self.model!r}", code="no_engine")
-        return await self._open(engine, local_body(self.leg))
+        return await self._open(self._reserved(engine), local_body(self.leg))
+
+    def _reserved(self, engine: Engine) -> Engine:
+        """Count this exchange on the engine until its end, at once: another request may choose in the next moment."""
+        self._stack.callback(self.registry.reserve(engine).release)
+        return engine
 
     async def _open(self, engine: Engine, body: bytes) -> Answer:
         """Send a request and return its answer once there is something of the body; raise Unanswered."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=self.policy.connect_s, sock_read=self.policy.idle_s)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.registry.busy(engine))
+        with contextlib.ExitStack() as unless_answered:
             try:
                 response = await self._post(engine, body, limits)
-                # Closing gives the connection back after a whole answer; otherwise it aborts the engine's request.
-                stack.callback(response.close)
+                # Closing gives the connection back after a whole answer; before that it aborts the engine's request.
+                unless_answered.callback(response.close)
                 # Engines send the status line long before the first token; until then everything can be tried again.
                 first = await response.content.readany()
             except _NETWORK_ERRORS as error:
                 raise Unanswered(engine, error) from error
-            self._stack.push(stack.pop_all())
+            self._stack.push(unless_answered.pop_all())
         return Answer(engine, response, first)
 
     async def _post(self, engine: Engine, body: bytes, limits: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
         headers = {name: text for name, text in self.request.headers.items() if name.lower() not in _NOT_SENT_ON}
         headers |= {"Content-Type": "application/json", "X-Request-Id": self.request_id}
-        return await self.session.post(engine.url + self.leg.path, data=body, headers=headers, timeout=limits)
+        # A stream is sent in steps; megabytes of bytes would hold up the event loop.
+        return await self.session.post(
+            engine.url + self.leg.path, data=io.BytesIO(body), headers=headers, timeout=limits
+        )
 
-    async def _run_prefill(self, engine: Engine, decode: Engine, transfer_id: str) -> PrefillOutcome:
+    def _start_prefill(self, engine: Engine, decode: Engine) -> "asyncio.Task[PrefillOutcome]":
+        hold = self.registry.reserve(engine)
+        task = asyncio.create_task(self._run_prefill(engine, decode, prefill_body(self.leg, self.transfer_id)))
+        task.add_done_callback(lambda _: hold.release())
+        self.prefill = engine
+        self._prefill_task = task
+        return task
+
+    async def _run_prefill(self, engine: Engine, decode: Engine, body: bytes) -> PrefillOutcome:
         """Have the prompt computed, on another engine when one fails: the decode leg waits for the transfer id only."""
-        body = prefill_body(self.leg, transfer_id)
-        tried: set[str] = set()
-        while True:
-            self.prefill = engine
-            outcome = await self._prefill_once(engine, body)
-            if outcome != "failed":
-                return outcome
-            tried.add(engine.key)
+        tried = {engine.key}
+        outcome = await self._prefill_once(engine, body)
+        while outcome == "failed" and len(tried) < self.policy.attempts:
             other = self.registry.fleet.prefill_for(decode, self.model, tried)
-            if other is None or len(tried) >= self.policy.attempts:
-                return "failed"
-            engine = other
+            if other is None:
+                break
+            tried.add(other.key)
+            self.prefill = other
+            hold = self.registry.reserve(other)
+            try:
+                outcome = await self._prefill_once(other, body)
+            finally:
+                hold.release()
+        return outcome
 
     async def _prefill_once(self, engine: Engine, body: bytes) -> PrefillOutcome:
         limits = aiohttp.ClientTimeout(total=self.policy.prefill_s, sock_connect=self.policy.connect_s)
-        with self.registry.busy(engine):
-            try:
-                async with await self._post(engine, body, limits) as response:
-                    text = await response.read()
-            except _NETWORK_ERRORS as error:
-                if isinstance(error, _NEVER_SENT):
-                    self.registry.mark_down(engine)
-                log.warning("prefill_failed", request_id=self.request_id, engine=engine.key, error=str(error))
-                return "failed"
+        try:
+            async with await self._post(engine, body, limits) as response:
+                text = await response.read()
+        except _NETWORK_ERRORS as error:
+            if isinstance(error, _NEVER_SENT):
+                self.registry.mark_down(engine)
+            log.warning("prefill_failed", request_id=self.request_id, engine=engine.key, error=str(error))
+            return "failed"
         if response.status < 400:
             return "done"
         log.warning("prefill_refused", request_id=self.request_id, engine=engine.key, status=response.status,

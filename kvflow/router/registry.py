@@ -1,6 +1,5 @@
 """Know the engines: from the directory, from the command line, and by asking each one what it serves."""
 
-import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -89,17 +88,10 @@ class Registry:
                     found.setdefault(str(model["id"]), model)
         return list(found.values())
 
-    @contextlib.contextmanager
-    def busy(self, engine: Engine) -> Iterator[None]:
-        """Count one request on an engine for as long as the block runs."""
-        self._in_flight[engine.key] += 1
+    def reserve(self, engine: Engine) -> "Reservation":
+        """Count one request on an engine from now until the reservation is released."""
         self._last_chosen[engine.key] = next(self._clock)
-        try:
-            yield
-        finally:
-            self._in_flight[engine.key] -= 1
-            if not self._in_flight[engine.key]:
-                del self._in_flight[engine.key]
+        return Reservation(self._in_flight, engine.key)
 
     def compatible(self, source: Engine, target: Engine) -> bool:
         """Return whether one engine's cache can be written into the other's; engines named by hand are trusted."""
@@ -187,6 +179,23 @@ class Registry:
         )
         known = {engine.key for engine in self._engines}
         self._last_chosen = {key: tick for key, tick in self._last_chosen.items() if key in known}
+
+
+class Reservation:
+    """Count one request on an engine. Made in the same step as the choice, so that simultaneous requests spread."""
+
+    def __init__(self, in_flight: Counter[str], key: str) -> None:
+        self._in_flight = in_flight
+        self._key = key
+        in_flight[key] += 1
+
+    def release(self) -> None:
+        """Count the request no more; calling it again does nothing."""
+        key, self._key = self._key, ""
+        if key:
+            self._in_flight[key] -= 1
+            if not self._in_flight[key]:
+                del self._in_flight[key]
 
 
 def parse_static(text: str) -> Engine:
