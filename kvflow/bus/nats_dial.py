@@ -69,7 +69,7 @@ async def dial(
     try:
         async with asyncio.timeout(timeout_s):
             await attempt
-    except (*NATS_ERRORS, ValueError) as error:
+    except Exception as error:  # nats-py lets pass whatever the key and TLS libraries raise
         await _abandon(client)
         cause = problems[-1] if isinstance(error, nats.errors.NoServersError) and problems else error
         raise explain(cause, servers, timeout_s) from error
@@ -88,6 +88,8 @@ def explain(error: Exception, servers: list[str], timeout_s: float) -> BusError:
             f"NATS at {where} rejected the credentials",
             remedy="check KVFLOW_NATS_USER and _PASSWORD, KVFLOW_NATS_CREDS or KVFLOW_NATS_NKEY_SEED",
         )
+    if text.startswith("nkeys:"):
+        return AccessError(f"bad NATS key: {error}", remedy="check KVFLOW_NATS_NKEY_SEED or KVFLOW_NATS_CREDS")
     if isinstance(error, ssl.SSLError):
         return AccessError(
             f"TLS with NATS at {where} failed: {error}",
@@ -188,6 +190,8 @@ async def _require_tls(servers: list[str], timeout_s: float) -> None:
 
 async def _abandon(client: Client) -> None:
     """Let go of a client whose connect failed."""
+    if not (client.is_connecting or client.is_connected):
+        return
     try:
         async with asyncio.timeout(1.0):
             await client.close()
