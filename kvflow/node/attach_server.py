@@ -14,7 +14,6 @@ import structlog
 from kvflow.config import Settings
 from kvflow.errors import KvflowError, NodeError, PeerError, WireError
 from kvflow.messages import Attached, AttachRefused, EngineProfile, EngineRef, Role, encode
-from kvflow.messages.attach import AttachEngine
 from kvflow.node.attach_protocol import (
     AttachRequest,
     check_peer,
@@ -170,7 +169,7 @@ class AttachServer:
 
     async def _run_data_process(self, client: socket.socket, request: AttachRequest, place: _Place) -> None:
         """Run the rank's data process until the worker goes; raise NodeError when it cannot run."""
-        spec = self._spec(request.message, request.fds)
+        spec = self._spec(request, client)
         async with anyio.create_task_group() as group:
 
             async def follow_worker() -> None:
@@ -186,14 +185,17 @@ class AttachServer:
             await send_message(client, answer, ANSWER_TIMEOUT_S)
             log.info("worker_attached")
 
-    def _spec(self, message: AttachEngine, fds: list[int]) -> ProcessSpec:
-        profile = message.profile
+    def _spec(self, request: AttachRequest, client: socket.socket) -> ProcessSpec:
+        profile = request.profile
         return ProcessSpec(
             name=_process_name(profile),
             actors=actors_of(profile.roles),
             settings=self._settings,
-            profile=encode(message),
-            memory_fds=tuple(fds),
+            profile=encode(request.message),
+            memory_fds=tuple(request.fds),
+            # The worker takes the end of its socket for "nobody has my memory any more". That must stay true when this
+            # process is killed, so the data process holds the socket too.
+            held_fds=(client.fileno(),),
         )
 
 

@@ -26,13 +26,17 @@ KILL_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """Describe a child: the actors it runs, its settings, and what an attached engine handed over."""
+    """Describe a child: the actors it runs, its settings, and what an attached engine handed over.
+
+    `held_fds` are kept open by the child for as long as it lives, and used for nothing else.
+    """
 
     name: str
     actors: tuple[str, ...]
     settings: Settings
     profile: bytes = b""
     memory_fds: tuple[int, ...] = ()
+    held_fds: tuple[int, ...] = ()
 
 
 def settings_environment(settings: Settings, base: Mapping[str, str]) -> dict[str, str]:
@@ -84,7 +88,7 @@ class ChildProcess:
                 stdout=STDERR_FD,  # libraries that print must not mix with the node's own output
                 stderr=STDERR_FD,
                 env=settings_environment(spec.settings, os.environ),
-                pass_fds=(*child_ends, *spec.memory_fds),
+                pass_fds=(*child_ends, *spec.memory_fds, *spec.held_fds),
                 start_new_session=True,
             )
         except OSError as error:

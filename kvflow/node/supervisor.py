@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import anyio
 import msgspec
@@ -23,6 +23,7 @@ from kvflow.node.signals import StopRequest, stop_on_signals
 log = structlog.get_logger()
 
 CONTROL_ACTORS = ("registration", "matching")
+DATA_READY_S = 240.0  # below the time that a worker waits for its answer
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,12 +38,16 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """Say what `kvflow up` runs besides the settings. `broker_port` fixes the private server's port."""
+    """Say what `kvflow up` runs besides the settings.
+
+    `ready_timeout_s` is for NATS and the control process; a data process registers an engine's memory first, which
+    takes longer (`policy`). `broker_port` fixes the private server's port.
+    """
 
     control: bool = True
     ready_timeout_s: float = 30.0
     broker_port: int | None = None
-    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    policy: RestartPolicy = RestartPolicy(ready_timeout_s=DATA_READY_S)  # noqa: RUF009 - immutable
 
 
 async def run_node(settings: Settings, options: NodeOptions, on_ready: Callable[[NodeReport], None]) -> None:
