@@ -23,7 +23,7 @@ def check_geometry(geometry: KvGeometry, segments: Sequence[KvSegment], *, owner
 
     `owner` names the engine in the error.
     """
-    _check_segments(segments, owner)
+    check_segments(segments, owner)
     if not 1 <= geometry.num_blocks <= _MAX_BLOCKS:
         raise PeerError(f"{owner}: {geometry.num_blocks} blocks are not a valid cache size")
     if not 1 <= len(geometry.groups) <= _MAX_GROUPS:
@@ -51,7 +51,8 @@ def view_extent(view: KvView) -> int:
     )
 
 
-def _check_segments(segments: Sequence[KvSegment], owner: str) -> None:
+def check_segments(segments: Sequence[KvSegment], owner: str) -> None:
+    """Raise PeerError unless every segment is a range that can be addressed without overflow."""
     for number, segment in enumerate(segments):
         if segment.address <= 0 or segment.length <= 0 or segment.address + segment.length > _LIMIT:
             raise PeerError(
