@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -190,10 +191,11 @@ def _lock_folder(runtime: Path, timeout_s: float) -> int:
     while True:
         try:
             runtime.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(runtime)
             lock = os.open(runtime / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:
-            continue  # an earlier keeper removed the folder between the two calls
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and time.monotonic() < deadline:
+                continue  # an earlier keeper removed the folder between two calls
             raise BrokerError(
                 f"cannot use the runtime folder {runtime}: {error.strerror}", remedy="choose another with --runtime-dir"
             ) from error
@@ -211,6 +213,16 @@ def _lock_folder(runtime: Path, timeout_s: float) -> int:
                 ) from None
             time.sleep(_POLL_S)
         os.close(lock)
+
+
+def _check_private(runtime: Path) -> None:
+    """Refuse a folder in which another user could put files of his own in place of ours."""
+    status = runtime.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BrokerError(
+            f"the runtime folder {runtime} is not this user's alone",
+            remedy="run `chmod go-w` on it if it is yours, or choose another with --runtime-dir",
+        )
 
 
 def _remove_folder(folder: Path) -> None:
