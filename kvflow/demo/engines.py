@@ -44,6 +44,7 @@ class EngineSpec:
     cores: str = "auto"
     omp_threads: int | None = None
     placement: PlacementChoice = "auto"
+    cluster: str = "default"
     runtime_dir: Path | None = None
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
@@ -119,9 +120,6 @@ def transfer_config(spec: EngineSpec, port: int) -> dict[str, object]:
     options = dict(spec.connector_options)
     if spec.connector == "KvflowConnector":
         options.setdefault("api_url", f"http://{spec.host}:{port}")
-        options.setdefault("placement", spec.placement)
-        if spec.runtime_dir is not None:
-            options.setdefault("runtime_dir", str(spec.runtime_dir))
     else:
         config["kv_buffer_device"] = "cpu"
     if options:
@@ -140,6 +138,10 @@ def environment(spec: EngineSpec, base: Mapping[str, str]) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "UCX_TLS": "tcp,self",
     }
+    if spec.role != "none":
+        env |= {"KVFLOW_CLUSTER": spec.cluster, "KVFLOW_PLACEMENT": spec.placement}
+        if spec.runtime_dir is not None:
+            env["KVFLOW_RUNTIME_DIR"] = str(spec.runtime_dir)
     if spec.omp_threads is not None:
         env["OMP_NUM_THREADS"] = str(spec.omp_threads)
     return env | dict(spec.extra_env)

@@ -72,7 +72,9 @@ class GuardedProcess:
         while not ready():
             if not self.running:
                 code = self._process.returncode if self._process is not None else "none"
-                raise ConfigError(f"{self.name} ended with code {code} before it was ready; {self.log} ends:\n{self.tail()}")
+                raise ConfigError(
+                    f"{self.name} ended with code {code} before it was ready; {self.log} ends:\n{self.tail()}"
+                )
             if time.monotonic() > deadline:
                 raise ConfigError(f"{self.name} was not ready after {timeout_s:.0f} s; {self.log} ends:\n{self.tail()}")
             time.sleep(POLL_S)

@@ -1,0 +1,76 @@
+"""Collect the lifecycle events of transfers, so that demo and tests can say what really crossed."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import structlog
+
+from kvflow.bus.connect import connect_bus
+from kvflow.bus.port import Delivery
+from kvflow.config import Settings
+from kvflow.errors import KvflowError, WireError
+from kvflow.messages import Subjects, TransferEvent, decode
+
+log = structlog.get_logger()
+
+
+class EventsMissing(KvflowError):  # noqa: N818 - says what happened
+    """The events that were waited for did not come."""
+
+
+class EventLog:
+    """Hold the events of every transfer in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._events: defaultdict[str, list[TransferEvent]] = defaultdict(list)
+        self._arrived = asyncio.Event()
+
+    def take(self, delivery: Delivery) -> None:
+        """Handle a bus delivery."""
+        try:
+            event = decode(delivery.data)
+        except WireError as error:
+            log.warning("event_dropped", subject=delivery.subject, error=str(error))
+            return
+        if isinstance(event, TransferEvent):
+            self._events[event.transfer_id].append(event)
+            self._arrived.set()
+
+    def of(self, transfer_id: str, kind: str = "") -> list[TransferEvent]:
+        """Return the events of a transfer, of one kind when named."""
+        return [event for event in self._events[transfer_id] if not kind or event.kind == kind]
+
+    async def wait(
+        self, transfer_id: str, enough: Callable[[list[TransferEvent]], bool], *, within_s: float = 15.0
+    ) -> list[TransferEvent]:
+        """Wait until the events of a transfer are enough and return them; raise EventsMissing naming what came."""
+        try:
+            async with asyncio.timeout(within_s):
+                while not enough(self.of(transfer_id)):
+                    self._arrived.clear()
+                    await self._arrived.wait()
+        except TimeoutError as error:
+            came = ", ".join(f"{event.kind} {event.reason}".strip() for event in self.of(transfer_id)) or "none"
+            raise EventsMissing(f"transfer {transfer_id}: after {within_s:g} s the events are {came}") from error
+        return self.of(transfer_id)
+
+    async def wait_for(self, transfer_id: str, *kinds: str, within_s: float = 15.0) -> list[TransferEvent]:
+        """Wait until at least one event of each kind is there and return all events of the transfer."""
+        return await self.wait(
+            transfer_id, lambda events: {event.kind for event in events}.issuperset(kinds), within_s=within_s
+        )
+
+
+@asynccontextmanager
+async def collecting(settings: Settings) -> AsyncIterator[EventLog]:
+    """Collect all transfer events of the cluster while the block runs."""
+    events = EventLog()
+    bus = await connect_bus(settings, name="kvflow-events")
+    try:
+        await bus.subscribe(Subjects(settings.cluster).events_all(), events.take)
+        await bus.flush()
+        yield events
+    finally:
+        await bus.close()
