@@ -1,23 +1,31 @@
 """`kvflow demo`."""
 
+import sys
 from typing import Annotated
 
 import typer
 
-from kvflow.cli.options import with_settings
+from kvflow.cli.options import ALL_GROUPS, with_settings
 from kvflow.config import Settings
 
 
-@with_settings("Logging")
+@with_settings(*ALL_GROUPS)
 def demo(
     settings: Settings,
     sim: Annotated[bool, typer.Option("--sim", help="Simulated engines: no vLLM and no model, up in seconds.")] = False,
+    transfers: Annotated[int, typer.Option(min=1, help="Number of transfers (with --sim).")] = 200,
+    concurrency: Annotated[int, typer.Option(min=1, help="Transfers at a time (with --sim).")] = 12,
+    tp_size: Annotated[int, typer.Option(min=1, max=16, help="Ranks of each engine (with --sim).")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the workload (with --sim).")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
-    """Show kvflow at work on this machine: a prefill engine, a decode engine, a router, and what happens between them.
+    """Show kvflow at work on this machine: a prefill engine, a decode engine, and what goes from one to the other.
 
     For example:
 
         kvflow demo --sim
+
+        kvflow demo --sim --transfers 1000 --tp-size 2 --json
 
         kvflow demo
     """
@@ -27,8 +35,11 @@ def demo(
     if sim:
         from kvflow.sim.demo import run_sim_demo
 
-        run_sim_demo(settings)
+        status = run_sim_demo(
+            settings, transfers=transfers, json=as_json, concurrency=concurrency, tp_size=tp_size, seed=seed
+        )
     else:
         from kvflow.demo import run_demo
 
-        run_demo(settings)
+        status = run_demo(settings, json=as_json)
+    sys.exit(status)

@@ -8,7 +8,7 @@ import anyio
 import structlog
 
 from kvflow.actors.base import Mailbox, decoding_handler
-from kvflow.bus.nats import NatsBus
+from kvflow.bus.connect import connect_bus
 from kvflow.bus.port import Bus, BusState
 from kvflow.config import Settings
 from kvflow.events import EventSink
@@ -63,7 +63,7 @@ async def watch_events(bus: Bus, subjects: Subjects, options: WatchOptions, show
 
 async def _connect_and_watch(settings: Settings, options: WatchOptions, show: Callable[[Event], None]) -> None:
     subjects = Subjects(settings.cluster)
-    bus = await NatsBus.connect(settings, name="kvflow-watch", on_state=_log_state)
+    bus = await connect_bus(settings, name="kvflow-watch", on_state=_log_state)
     try:
         # Whoever comes first makes the stream, so that watching may begin before any node runs.
         await EventSink(bus, subjects, "watch").ensure_stream(settings.events_retention_s)
@@ -74,5 +74,5 @@ async def _connect_and_watch(settings: Settings, options: WatchOptions, show: Ca
 
 
 def _log_state(state: BusState, detail: str) -> None:
-    if state != "connected":
+    if state not in {"connected", "closed"}:
         log.warning("bus_state", state=state, detail=detail)
