@@ -29,6 +29,8 @@ class Desk:
         self.subjects = Subjects(settings.cluster)
         self.engine: EngineRef | None = None
         self.ranks = 0
+        # KV becomes movable in whole multiples of this many tokens (see `vllm_geometry`).
+        self.atom_tokens = 1
         # One counter for all: an attempt grows whenever this engine opens or registers a transfer again.
         self._attempts = itertools.count(1)
         self._complained: set[str] = set()

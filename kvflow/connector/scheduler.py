@@ -29,10 +29,14 @@ class SchedulerHalf:
         self._sources = Sources(self._desk)
         self._targets = Targets(self._desk)
 
-    def start(self, engine: EngineRef, ranks: int) -> None:
-        """Learn the engine's full name (drawn by its workers) and how many ranks it has."""
+    def start(self, engine: EngineRef, ranks: int, *, atom_tokens: int = 1) -> None:
+        """Learn the engine's full name (drawn by its workers) and how many ranks it has.
+
+        `atom_tokens` is how many tokens the cache stores interleaved, so that they can only be moved together.
+        """
         self._desk.engine = engine
         self._desk.ranks = ranks
+        self._desk.atom_tokens = atom_tokens
         self._desk.link.start(engine, ranks)
 
     @property

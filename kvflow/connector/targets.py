@@ -78,7 +78,7 @@ class Targets:
         if target is None or target.phase is not Phase.WANTED:
             return 0
         target.computed = computed
-        wanted = target.tokens - 1 - computed
+        wanted = self._movable(target) - computed
         return wanted if wanted > 0 and self._desk.usable else 0
 
     def allocated(self, request_id: str, blocks: BlockTable, external: int) -> None:
@@ -88,7 +88,7 @@ class Targets:
             return
         if external <= 0:
             target.phase = Phase.ENDED
-            if target.tokens - 1 > target.computed:
+            if self._movable(target) > target.computed:
                 self._desk.compute_locally(request_id, "unavailable", "the node or the bus cannot be reached")
             self._register_nothing(target)
             return
@@ -133,6 +133,10 @@ class Targets:
         """Forget everything."""
         self._by_request.clear()
         self._loads.clear()
+
+    def _movable(self, target: Target) -> int:
+        """Return up to which token the KV can come from elsewhere: short of the last one, in whole atoms."""
+        return (target.tokens - 1) // self._desk.atom_tokens * self._desk.atom_tokens
 
     def _register(self, target: Target, start: int, end: int, blocks: BlockTable) -> None:
         desk = self._desk
