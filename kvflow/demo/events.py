@@ -13,6 +13,8 @@ from kvflow.config import Settings
 from kvflow.errors import KvflowError, WireError
 from kvflow.messages import Subjects, TransferEvent, decode
 
+ENDS = frozenset({"completed", "failed", "cancelled", "rejected"})
+
 log = structlog.get_logger()
 
 
@@ -55,6 +57,12 @@ class EventLog:
             came = ", ".join(f"{event.kind} {event.reason}".strip() for event in self.of(transfer_id)) or "none"
             raise EventsMissing(f"transfer {transfer_id}: after {within_s:g} s the events are {came}") from error
         return self.of(transfer_id)
+
+    async def wait_ended(self, transfer_id: str, *, within_s: float = 15.0) -> list[TransferEvent]:
+        """Wait until the target has all bytes or never will, and return all events of the transfer."""
+        return await self.wait(
+            transfer_id, lambda events: any(event.kind in ENDS for event in events), within_s=within_s
+        )
 
     async def wait_for(self, transfer_id: str, *kinds: str, within_s: float = 15.0) -> list[TransferEvent]:
         """Wait until at least one event of each kind is there and return all events of the transfer."""
