@@ -1,0 +1,121 @@
+"""How few runs the planner needs for the layouts that matter."""
+
+import numpy as np
+import pytest
+
+from kvflow.dataplane.plan import BlockTable, PairPlan
+from kvflow.errors import PeerError, TransferError
+from kvflow.messages import KvGeometry, KvGroup, KvSegment, KvView
+
+LAYERS, BLOCKS, TOKENS, HEADS, ROW = 4, 32, 8, 2, 16
+BLOCK_BYTES = TOKENS * HEADS * ROW
+
+
+def cache(*, together: bool = False, token_major: bool = False, window: int = 0) -> KvGeometry:
+    """Return a cache with one array per layer, or with all layers of a block together."""
+    views = tuple(
+        KvView(
+            layer=f"l{layer}", part="kv", group=0, segment=0,
+            offset=layer * BLOCK_BYTES * (1 if together else BLOCKS),
+            blocks=BLOCKS, block_tokens=TOKENS, heads=HEADS, head_start=0, total_heads=HEADS, row_bytes=ROW,
+            block_stride=BLOCK_BYTES * (LAYERS if together else 1),
+            head_stride=ROW if token_major else TOKENS * ROW, token_stride=HEADS * ROW if token_major else ROW,
+        )
+        for layer in range(LAYERS)
+    )  # fmt: skip
+    group = KvGroup(block_tokens=TOKENS, kind="window" if window else "full", window_tokens=window)
+    return KvGeometry(dtype="bf16", num_blocks=BLOCKS, groups=(group,), views=views)
+
+
+SEGMENTS = (KvSegment(address=1 << 20, length=LAYERS * BLOCKS * BLOCK_BYTES),)
+
+
+def table(*ids: int, first: int = 0) -> list[BlockTable]:
+    return [BlockTable(first, np.array(ids, dtype=np.uint32))]
+
+
+def plan(source: KvGeometry, target: KvGeometry) -> PairPlan:
+    return PairPlan(source, SEGMENTS, target, SEGMENTS)
+
+
+def test_one_run_per_layer_and_stretch_of_block_pairs() -> None:
+    runs = plan(cache(), cache()).runs(table(3, 4, 5, 9), table(7, 8, 9, 1), 0, 4 * TOKENS)
+    assert sorted(runs.length.tolist()) == [BLOCK_BYTES] * LAYERS + [3 * BLOCK_BYTES] * LAYERS
+    assert runs.total_bytes == 4 * LAYERS * BLOCK_BYTES
+
+
+def test_tables_that_run_downwards_merge_as_well() -> None:
+    runs = plan(cache(), cache()).runs(table(9, 8, 7), table(20, 19, 18), 0, 3 * TOKENS)
+    assert runs.length.tolist() == [3 * BLOCK_BYTES] * LAYERS
+
+
+def test_a_stretch_on_one_side_only_does_not_merge() -> None:
+    runs = plan(cache(), cache()).runs(table(1, 2), table(5, 9), 0, 2 * TOKENS)
+    assert runs.length.tolist() == [BLOCK_BYTES] * LAYERS * 2
+
+
+def test_layers_that_are_stored_together_are_one_run_per_block() -> None:
+    together = cache(together=True)
+    runs = plan(together, together).runs(table(1, 2, 9), table(5, 6, 3), 0, 3 * TOKENS)
+    assert sorted(runs.length.tolist()) == [LAYERS * BLOCK_BYTES, 2 * LAYERS * BLOCK_BYTES]
+
+
+def test_layers_together_on_one_side_only_are_one_run_each() -> None:
+    runs = plan(cache(together=True), cache()).runs(table(1, 2), table(5, 6), 0, 2 * TOKENS)
+    assert runs.length.tolist() == [BLOCK_BYTES] * LAYERS * 2
+
+
+def test_a_partial_block_is_one_run_per_head_or_one_when_tokens_are_outside() -> None:
+    runs = plan(cache(), cache()).runs(table(1), table(2), 3, 5)
+    assert runs.length.tolist() == [2 * ROW] * LAYERS * HEADS
+    token_major = cache(token_major=True)
+    runs = plan(token_major, token_major).runs(table(1), table(2), 3, 5)
+    assert runs.length.tolist() == [2 * ROW * HEADS] * LAYERS
+
+
+def test_heads_inside_against_heads_outside_is_row_by_row() -> None:
+    runs = plan(cache(), cache(token_major=True)).runs(table(1), table(2), 0, TOKENS)
+    assert runs.length.tolist() == [ROW] * LAYERS * HEADS * TOKENS
+
+
+def test_i6_blocks_are_paired_by_position() -> None:
+    source, target = table(10, 11, 12, 13), table(20, 21, first=2)
+    runs = plan(cache(), cache()).runs(source, target, 2 * TOKENS, 4 * TOKENS)
+    base = SEGMENTS[0].address
+    assert int(runs.local[0]) == base + 12 * BLOCK_BYTES
+    assert int(runs.remote[0]) == base + 20 * BLOCK_BYTES
+    with pytest.raises(TransferError, match="the table holds 2 from 2"):
+        plan(cache(), cache()).runs(source, target, TOKENS, 4 * TOKENS)
+
+
+def test_a_window_needs_only_its_last_tokens_whatever_the_piece() -> None:
+    window = cache(window=5)
+    pair = plan(window, window)
+    assert len(pair.runs(table(1, 2), table(3, 4), 0, TOKENS, range_end=2 * TOKENS)) == 0
+    runs = pair.runs(table(1, 2), table(3, 4), 0, 2 * TOKENS, range_end=2 * TOKENS)
+    assert runs.total_bytes == 4 * HEADS * ROW * LAYERS
+    # The blocks before the window may be gone on both sides.
+    assert len(pair.runs(table(2, first=1), table(4, first=1), 0, 2 * TOKENS)) == len(runs)
+
+
+def test_an_empty_range_needs_nothing() -> None:
+    runs = plan(cache(), cache()).runs(table(), table(), 5, 5)
+    assert len(runs) == 0
+    assert runs.total_bytes == 0
+
+
+def test_a_share_limits_what_is_written() -> None:
+    share = {(f"l{layer}", "kv"): ((1, 2),) for layer in range(2)}
+    pair = PairPlan(cache(), SEGMENTS, cache(), SEGMENTS, share=share)
+    runs = pair.runs(table(1), table(2), 0, TOKENS)
+    assert runs.length.tolist() == [TOKENS * ROW] * 2
+
+
+def test_caches_without_a_common_layer_are_refused() -> None:
+    with pytest.raises(PeerError, match="nothing that the target"):
+        PairPlan(cache(), SEGMENTS, cache(), SEGMENTS, share={})
+
+
+def test_windows_that_differ_are_refused() -> None:
+    with pytest.raises(PeerError, match="window 5"):
+        plan(cache(window=5), cache())
