@@ -23,4 +23,6 @@ def check_id(value: object, what: str) -> str:
         raise ConfigError(f"{what} must be a non-empty string, got {type(value).__name__}", remedy=f"set {what}")
     if len(value) > MAX_ID_LENGTH:
         raise ConfigError(f"{what} has {len(value)} characters, at most {MAX_ID_LENGTH} are allowed")
+    if not value.isprintable():  # also lone surrogates, which JSON can carry but UTF-8 cannot
+        raise ConfigError(f"{what} must be printable, got {value!r}", remedy=f"set {what}")
     return value

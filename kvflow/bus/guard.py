@@ -7,9 +7,23 @@ from typing import TypeVar
 
 import structlog
 
+from kvflow.errors import BusError
+
 T = TypeVar("T")
 
+_FORBIDDEN = frozenset("*> \t\r\n\0")
+
 log = structlog.get_logger()
+
+
+# nats-server ends a connection that sends a control line above 4096 bytes; the rest is for reply subjects and sizes.
+MAX_SUBJECT_LENGTH = 3584
+
+
+def check_subject(subject: str) -> None:
+    """Refuse to publish to a pattern or to what the server would answer by ending the connection; raise BusError."""
+    if len(subject) > MAX_SUBJECT_LENGTH or not all(subject.split(".")) or not _FORBIDDEN.isdisjoint(subject):
+        raise BusError(f"cannot publish to {subject[:80]!r}: not a subject")
 
 
 def call_guarded(handler: Callable[[T], object], item: T) -> None:

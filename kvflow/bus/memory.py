@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvflow.bus.guard import call_guarded, call_on
+from kvflow.bus.guard import call_guarded, call_on, check_subject
 from kvflow.bus.memory_kv import MemoryBucket, MemoryKeyValue
 from kvflow.bus.port import (
     Delivery,
@@ -140,8 +140,7 @@ class MemoryBus:
     async def publish(self, subject: str, data: bytes) -> None:
         """Hand the message to the broker; handlers run soon after, not within this call."""
         self._check_open()
-        if "*" in subject or ">" in subject or not all(subject.split(".")):
-            raise BusError(f"cannot publish to {subject!r}: not a subject")
+        check_subject(subject)
         self.broker.publish(subject, bytes(data))
 
     async def subscribe(self, subject: str, handler: Handler, *, queue: str = "") -> Subscription:

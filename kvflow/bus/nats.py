@@ -16,12 +16,12 @@ from functools import partial
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription as NatsSubscription
 from nats.errors import MaxPayloadError, SlowConsumerError
 from nats.js import api
 from nats.js.errors import APIError, NoStreamResponseError
 
-from kvflow.bus.guard import bounded, call_guarded
+from kvflow.bus.guard import bounded, call_guarded, check_subject
+from kvflow.bus.nats_core import CoreSubscription, Following
 from kvflow.bus.nats_dial import NATS_ERRORS, AccessError, dial, readable, servers_of, stream_error
 from kvflow.bus.nats_kv import NatsKeyValue, bucket_config
 from kvflow.bus.nats_stream import REQUEST_TIMEOUT_S, Follower, Start
@@ -30,8 +30,6 @@ from kvflow.config import Settings
 from kvflow.errors import BusError
 
 BACKLOG_BYTES = 16 * 1024 * 1024
-PENDING_MESSAGES = 1 << 20
-PENDING_BYTES = 512 * 1024 * 1024
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 2.0
 SUPERVISE_S = 1.0
@@ -57,7 +55,7 @@ class NatsBus:
         self._wake = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self._flushes: set[asyncio.Task[None]] = set()
-        self._subscriptions: dict[_PlainSubscription, None] = {}
+        self._subscriptions: dict[CoreSubscription, None] = {}
         self._followers: dict[Follower, None] = {}
         self._streams: dict[str, api.StreamConfig] = {}
         self._backlog: deque[tuple[str, bytes]] = deque()
@@ -93,6 +91,7 @@ class NatsBus:
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Send; while the server is away, keep up to BACKLOG_BYTES and raise BusError beyond."""
+        check_subject(subject)
         client = self._open_client()
         if client is None:
             self._defer(subject, data)
@@ -112,7 +111,7 @@ class NatsBus:
     async def subscribe(self, subject: str, handler: Handler, *, queue: str = "") -> Subscription:
         """Deliver matching messages; when this returns, the server knows of the interest."""
         self._check_open()
-        subscription = _PlainSubscription(self, subject, queue, handler)
+        subscription = CoreSubscription(subject, queue, handler, self._subscriptions)
         self._subscriptions[subscription] = None
         client = self._client
         if client is not None and not client.is_closed:
@@ -121,7 +120,7 @@ class NatsBus:
                 await self._round_trip(client, REQUEST_TIMEOUT_S)
             except NATS_ERRORS as error:
                 if not client.is_closed:  # otherwise the restore attaches it
-                    self._subscriptions.pop(subscription, None)
+                    await subscription.unsubscribe()
                     raise BusError(f"cannot subscribe to {subject}: {error}") from error
         return subscription
 
@@ -157,7 +156,7 @@ class NatsBus:
         )
         await follower.restart(client)
         self._followers[follower] = None
-        return _FollowerSubscription(self, follower)
+        return Following(follower, self._followers)
 
     async def key_value(self, bucket: str, *, ttl_s: float) -> KeyValue:
         """Open the bucket, creating it (in memory) when missing."""
@@ -210,13 +209,6 @@ class NatsBus:
             task.cancel()
         self._tell("closed", "")
 
-    def forget(self, item: "_PlainSubscription | Follower") -> None:
-        """Drop a subscription or follower from what is restored."""
-        if isinstance(item, Follower):
-            self._followers.pop(item, None)
-        else:
-            self._subscriptions.pop(item, None)
-
     # Connection.
 
     async def _dial(self, timeout_s: float) -> Client:
@@ -251,9 +243,17 @@ class NatsBus:
                     await self._reopen()
                     continue
                 for follower in [f for f in self._followers if f.needs_restart]:
-                    await follower.restart(client)
+                    await self._mend(client, follower)
             except BusError as error:
                 log.warning("bus_not_restored", bus=self._name, error=str(error))
+            except Exception as error:  # whatever it is, giving up would leave the bus dead for good
+                log.exception("bus_supervisor_failed", bus=self._name, error=str(error))
+
+    async def _mend(self, client: Client, follower: Follower) -> None:
+        config = self._streams.get(follower.stream)
+        if config is not None:  # it may have been deleted under us
+            await self._create(client, config)
+        await follower.restart(client)
 
     async def _reopen(self) -> None:
         """Dial until the server is back, restore everything, and let the backlog out."""
@@ -351,57 +351,6 @@ class NatsBus:
     def _tell(self, state: BusState, detail: str) -> None:
         if self._on_state is not None:
             call_guarded(partial(self._on_state, state), detail)
-
-
-class _PlainSubscription:
-    """Remember a core subscription, so that it can be placed on another connection."""
-
-    def __init__(self, bus: NatsBus, subject: str, queue: str, handler: Handler) -> None:
-        self._bus = bus
-        self._subject = subject
-        self._queue = queue
-        self._handler = handler
-        self._client: Client | None = None
-        self._placed: NatsSubscription | None = None
-
-    async def attach(self, client: Client) -> None:
-        """Place the subscription on a connection; once per connection."""
-        if self._client is client:
-            return
-        self._client = client
-
-        async def receive(msg: Msg) -> None:
-            call_guarded(self._handler, Delivery(msg.subject, msg.data))
-
-        self._placed = await client.subscribe(
-            self._subject,
-            self._queue,
-            cb=receive,
-            pending_msgs_limit=PENDING_MESSAGES,
-            pending_bytes_limit=PENDING_BYTES,
-        )
-
-    async def unsubscribe(self) -> None:
-        """Stop deliveries; calling it again does nothing."""
-        self._bus.forget(self)
-        placed, self._placed = self._placed, None
-        if placed is None or self._client is None or self._client.is_closed or self._client.is_draining:
-            return
-        with contextlib.suppress(*NATS_ERRORS):  # a connection that ends now has no subscriptions either
-            await placed.unsubscribe()
-
-
-class _FollowerSubscription:
-    """End a follower."""
-
-    def __init__(self, bus: NatsBus, follower: Follower) -> None:
-        self._bus = bus
-        self._follower = follower
-
-    async def unsubscribe(self) -> None:
-        """Stop deliveries; calling it again does nothing."""
-        self._bus.forget(self._follower)
-        await self._follower.stop()
 
 
 def _nothing() -> None:

@@ -18,6 +18,8 @@ from kvflow.errors import BusError
 PING_INTERVAL_S = 5
 MAX_PINGS_OUTSTANDING = 2
 PENDING_WRITE_BYTES = 8 * 1024 * 1024
+# How long a publisher is held back while that much waits for a server that does not read.
+WRITE_TIMEOUT_S = 5.0
 
 ErrorCallback = Callable[[Exception], Awaitable[None]]
 ClosedCallback = Callable[[], Awaitable[None]]
@@ -62,9 +64,9 @@ async def dial(
 
     attempt = client.connect(
         servers, name=name, allow_reconnect=False, max_reconnect_attempts=1, reconnect_time_wait=0,
-        connect_timeout=max(1, round(timeout_s)), ping_interval=PING_INTERVAL_S,
-        max_outstanding_pings=MAX_PINGS_OUTSTANDING, pending_size=PENDING_WRITE_BYTES, error_cb=note,
-        closed_cb=on_closed, **options,
+        connect_timeout=max(1, round(timeout_s / len(servers))), ping_interval=PING_INTERVAL_S,
+        max_outstanding_pings=MAX_PINGS_OUTSTANDING, pending_size=PENDING_WRITE_BYTES, flush_timeout=WRITE_TIMEOUT_S,
+        error_cb=note, closed_cb=on_closed, **options,
     )  # fmt: skip
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,6 +1,7 @@
 """Build and parse every subject: `kvflow.<cluster>.v1.<channel>.…`.
 
-Ids become single tokens: characters outside [A-Za-z0-9_-] turn into `=XX` per UTF-8 byte. No other module spells a subject.
+Ids become single tokens: characters outside [A-Za-z0-9_-] turn into `=XX` per UTF-8 byte. No other module spells a
+subject.
 """
 
 import re
@@ -12,22 +13,26 @@ from kvflow.messages.base import EngineRef
 
 VERSION = "v1"
 _UNSAFE = re.compile(rb"[^A-Za-z0-9_-]")
+_RANK = re.compile(r"0|[1-9][0-9]{0,8}")
 _ESCAPE = re.compile(rb"=([0-9A-F]{2})")
 
 
 def encode_token(value: str) -> str:
-    """Encode any non-empty string as one subject token."""
+    """Encode any non-empty string as one subject token; raise WireError for what has no UTF-8 (lone surrogates)."""
     if not value:
         raise WireError("a subject token cannot be empty")
-    return _UNSAFE.sub(lambda m: b"=%02X" % m.group()[0], value.encode()).decode()
+    try:
+        raw = value.encode()
+    except UnicodeEncodeError as error:
+        raise WireError(f"{value!r} cannot be part of a subject: it has no UTF-8") from error
+    return _UNSAFE.sub(lambda m: b"=%02X" % m.group()[0], raw).decode()
 
 
 def decode_token(token: str) -> str:
     """Decode a token made by `encode_token`; raise WireError when it was not."""
-    raw = _ESCAPE.sub(lambda m: bytes([int(m.group(1), 16)]), token.encode())
     try:
-        value = raw.decode()
-    except UnicodeDecodeError as error:
+        value = _ESCAPE.sub(lambda m: bytes([int(m.group(1), 16)]), token.encode()).decode()
+    except UnicodeError as error:
         raise WireError(f"subject token {token!r} is not valid UTF-8") from error
     if not value or encode_token(value) != token:
         raise WireError(f"subject token {token!r} is not canonical")
@@ -106,7 +111,7 @@ class Subjects:
 def parse_card_key(key: str) -> tuple[EngineRef, int]:
     """Parse a directory key; raise WireError when it is not one."""
     parts = key.split(".")
-    if len(parts) != 3 or not parts[2].isdigit():
+    if len(parts) != 3 or not _RANK.fullmatch(parts[2]):
         raise WireError(f"directory key {key!r} is not engine.incarnation.rank")
     return EngineRef(engine_id=decode_token(parts[0]), incarnation=decode_token(parts[1])), int(parts[2])
 
@@ -129,5 +134,5 @@ def _rank(rank: int | None) -> str:
 
 
 def _bucket(cluster: str) -> str:
-    # Stream and bucket names do not admit '=' everywhere, so escape with '-' doubled up front.
-    return encode_token(cluster).replace("=", "-x-")
+    # Bucket names admit no '='. Doubling '-' first keeps the names of different clusters apart.
+    return encode_token(cluster).replace("-", "--").replace("=", "-x")

@@ -158,6 +158,23 @@ async def test_handlers_do_not_run_inside_publish(bus: Bus, root: str) -> None:
     await eventually(lambda: len(inbox.items) == 1)
 
 
+@pytest.mark.parametrize("bad", ["", ".", "a..b", "a.*", "a.>", "a b", "a\r\nPING", "x" * 5000])
+async def test_i7_what_is_no_subject_is_refused_and_the_bus_lives(bus: Bus, root: str, bad: str) -> None:
+    inbox = Inbox()
+    await bus.subscribe(f"{root}.x", inbox)
+    with pytest.raises(BusError, match="not a subject"):
+        await bus.publish(bad, b"")
+    await bus.publish(f"{root}.x", b"1")
+    await eventually(lambda: inbox.data == [b"1"])
+
+
+async def test_the_longest_subject_is_delivered(bus: Bus, root: str) -> None:
+    inbox = Inbox()
+    await bus.subscribe(f"{root}.>", inbox)
+    await bus.publish(f"{root}." + "x" * 3500, b"1")
+    await eventually(lambda: inbox.data == [b"1"])
+
+
 async def test_replay_delivers_the_past_then_follows(connect: Connect, root: str) -> None:
     sender, reader = await connect(), await connect()
     await sender.ensure_stream(stream_of(root))

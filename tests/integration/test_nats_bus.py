@@ -121,6 +121,36 @@ async def test_a_lost_connection_alone_loses_nothing_of_a_stream(server: Server,
     assert followed == [b"%d" % number for number in range(50)]
 
 
+async def test_a_stream_deleted_under_us_is_made_anew(server: Server, bus: NatsBus, other: NatsBus) -> None:
+    followed: list[bytes] = []
+    await bus.ensure_stream(STREAM)
+    await bus.replay("s", "s.x", lambda delivery: followed.append(delivery.data))
+    await other.publish("s.x", b"1")
+    await eventually(lambda: followed == [b"1"])
+    assert bus._client is not None
+    await bus._client.jetstream().delete_stream("s")
+    started = time.monotonic()
+    while followed[-1:] != [b"2"]:
+        await other.publish("s.x", b"2")
+        await asyncio.sleep(0.1)
+        assert time.monotonic() - started < 15
+
+
+async def test_i7_what_reaches_a_followers_inbox_from_others_does_no_harm(server: Server, bus: NatsBus) -> None:
+    followed: list[bytes] = []
+    await bus.ensure_stream(STREAM)
+    await bus.replay("s", "s.x", lambda delivery: followed.append(delivery.data))
+    client = bus._client
+    assert client is not None
+    for subscription in list(client._subs.values()):
+        if subscription.subject.startswith("_INBOX") and "*" not in subscription.subject:
+            await client.publish(subscription.subject, b"rubbish")
+            await client.publish(subscription.subject, b"rubbish", reply="$JS.ACK.a.b.c.d.e.f.g")
+            await client.publish(subscription.subject, b"", headers={"Status": "100", "Nats-Last-Consumer": "x"})
+    await bus.publish("s.x", b"1")
+    await eventually(lambda: followed == [b"1"])
+
+
 async def test_a_stalled_server_is_survived(server: Server, bus: NatsBus, other: NatsBus) -> None:
     followed: list[bytes] = []
     await bus.ensure_stream(STREAM)
@@ -195,7 +225,7 @@ async def test_a_message_beyond_the_servers_limit_is_refused(bus: NatsBus) -> No
 
 
 async def test_slow_consumers_are_counted_and_told(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvflow.bus.nats.PENDING_MESSAGES", 10)
+    monkeypatch.setattr("kvflow.bus.nats_core.PENDING_MESSAGES", 10)
     states: States = []
     bus = await NatsBus.connect(
         server.settings, name="one", on_state=lambda state, detail: states.append((state, detail))
