@@ -120,6 +120,7 @@ def transfer_config(spec: EngineSpec, port: int) -> dict[str, object]:
     options = dict(spec.connector_options)
     if spec.connector == "KvflowConnector":
         options.setdefault("api_url", f"http://{spec.host}:{port}")
+        config["kv_load_failure_policy"] = "recompute"
     else:
         config["kv_buffer_device"] = "cpu"
     if options:

@@ -1,0 +1,134 @@
+"""Engines that all end-to-end tests share: starting one takes longer than most tests."""
+
+import importlib.util
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+from vllm_support import CHUNK_TOKENS, Pair, Stage
+
+from kvflow.config import PlacementChoice, Settings
+from kvflow.demo.engines import EngineRole, EngineSpec, VllmEngine
+from kvflow.demo.events import collecting
+from kvflow.demo.model import ensure_model
+from kvflow.demo.node import Node
+
+START_TIMEOUT_S = 240.0
+MODEL_LENGTH = 8192
+CACHE_TOKENS = 5 * MODEL_LENGTH
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    return ensure_model(cache_dir=tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Iterator[Settings]:
+    """Run a node; bounds are short, so that what must end by them does so within a test."""
+    settings = Settings(
+        cluster="e2e",
+        runtime_dir=str(tmp_path_factory.mktemp("node") / "run"),
+        source_wait_s=6.0,
+        source_lease_s=6.0,
+        log_level="debug",
+        log_format="json",
+    )
+    node = Node(settings, log_dir)
+    node.start()
+    try:
+        yield node.wait_ready()
+    finally:
+        node.stop()
+
+
+@pytest.fixture(scope="session")
+def alone(model: Path, log_dir: Path) -> Iterator[VllmEngine]:
+    """Run the engine whose tokens are the right ones."""
+    with ExitStack() as stack:
+        engine = _start(stack, _spec("alone", "none", model, None, block=32, core=0), log_dir)
+        engine.wait_ready(START_TIMEOUT_S)
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def process_pair(model: Path, log_dir: Path, cluster: Settings, alone: VllmEngine) -> Iterator[Pair]:
+    """Run a pair whose agents live in node processes, with small blocks and prefix caching."""
+    yield from _pair(model, log_dir, cluster, placement="process", block=32, prefix_caching=True)
+
+
+@pytest.fixture(scope="session")
+def engine_pair(model: Path, log_dir: Path, cluster: Settings, alone: VllmEngine) -> Iterator[Pair]:
+    """Run a pair whose agents live in the engines, with large blocks."""
+    yield from _pair(model, log_dir, cluster, placement="engine", block=128, prefix_caching=False)
+
+
+@pytest.fixture
+async def stage(cluster: Settings, alone: VllmEngine) -> AsyncIterator[Stage]:
+    async with collecting(cluster) as events, aiohttp.ClientSession() as session:
+        yield Stage(session, alone, events, cluster)
+
+
+def _pair(
+    model: Path, log_dir: Path, cluster: Settings, *, placement: PlacementChoice, block: int, prefix_caching: bool
+) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        roles: tuple[tuple[str, EngineRole], ...] = (("prefill", "producer"), ("decode", "consumer"))
+        engines = [
+            _start(
+                stack,
+                _spec(f"{name}-{placement}", role, model, cluster, block=block, core=core, placement=placement,
+                      prefix_caching=prefix_caching),
+                log_dir,
+            )
+            for core, (name, role) in enumerate(roles)
+        ]  # fmt: skip
+        for engine in engines:
+            engine.wait_ready(START_TIMEOUT_S)
+        yield Pair(*engines)
+
+
+def _spec(
+    name: str,
+    role: EngineRole,
+    model: Path,
+    cluster: Settings | None,
+    *,
+    block: int,
+    core: int,
+    placement: PlacementChoice = "auto",
+    prefix_caching: bool = False,
+) -> EngineSpec:
+    cores = sorted(os.sched_getaffinity(0))
+    return EngineSpec(
+        name=name,
+        model=model,
+        role=role,
+        block_size=block,
+        max_model_len=MODEL_LENGTH,
+        max_num_batched_tokens=CHUNK_TOKENS,
+        num_blocks=CACHE_TOKENS // block,
+        prefix_caching=prefix_caching,
+        cores=str(cores[core % len(cores)]),
+        placement=placement,
+        cluster=cluster.cluster if cluster else "default",
+        runtime_dir=Path(cluster.runtime_dir) if cluster else None,
+        extra_env={"KVFLOW_SOURCE_WAIT_S": "6", "KVFLOW_SOURCE_LEASE_S": "6", "KVFLOW_LOG_LEVEL": "debug"},
+    )
+
+
+def _start(stack: ExitStack, spec: EngineSpec, log_dir: Path) -> VllmEngine:
+    engine = VllmEngine(spec, log_dir)
+    stack.callback(engine.stop)
+    engine.start()
+    return engine
