@@ -21,7 +21,9 @@ def target_registered(state: State, now: float, message: TargetRegistered, out: 
     transfer = state.transfers.get(message.transfer_id)
     name = (message.target, message.request_id)
     older = transfer.registrations.get(name) if transfer is not None else None
-    if older is not None and message.attempt <= older.attempt:
+    if transfer is not None and older is not None and message.attempt <= older.attempt:
+        if message.attempt < older.attempt and not _pending(transfer, message):
+            _refuse(message, "cancelled", "a newer attempt came before", out)
         return
     if not _plausible(message):
         _refuse(message, "bad_registration", "range or ranks make no sense", out)
@@ -133,6 +135,13 @@ def _cancelled_unknown(state: State, now: float, message: TargetCancelled, out: 
     out.append(failure(registration))
     out.append(Emit(registration_event("cancelled", registration, reason="cancelled", detail=registration.detail)))
     settle(state, transfer, now, out)
+
+
+def _pending(transfer: Transfer, message: TargetRegistered) -> bool:
+    return any(
+        (older.target, older.request_id, older.attempt) == (message.target, message.request_id, message.attempt)
+        for older in transfer.superseded
+    )
 
 
 def _same(registration: Registration, message: TransferCompleted) -> bool:
