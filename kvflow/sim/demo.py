@@ -1,6 +1,8 @@
 """`kvflow demo --sim`: a node, two simulated engines and real transfers between them, checked byte by byte."""
 
 import os
+import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -36,6 +38,7 @@ QUIET_S = 15.0
 MAX_READY_LINE = 64 * 1024
 # Loopback TCP works everywhere; UCX's other transports need more of the machine than a demo may assume.
 UCX_TLS = "tcp,self"
+EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class SimDemoError(KvflowError):
@@ -70,7 +73,9 @@ def run_sim_demo(
     """
     load = LoadConfig(transfers=transfers, aborts=transfers // 20, seed=seed)
     layout = SimLayout(blocks=768, tp_size=tp_size)
-    report = anyio.run(_run, settings, load, layout, concurrency)
+    report = anyio.run(_run_until_stopped, settings, load, layout, concurrency)
+    if report is None:
+        return EXIT_TERMINATED
     sys.stdout.write(report.as_json() + "\n" if json else "")
     if not json:
         Console().print(_table(report))
@@ -78,23 +83,47 @@ def run_sim_demo(
     return 0 if report.ok else 1
 
 
+async def _run_until_stopped(
+    settings: Settings, load: LoadConfig, layout: SimLayout, concurrency: int
+) -> DemoReport | None:
+    """Run the demo; tidy up and return None when SIGTERM or SIGHUP comes."""
+    report: DemoReport | None = None
+    failure: KvflowError | None = None
+    async with anyio.create_task_group() as group:
+
+        async def heed_signals() -> None:
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGHUP) as signals:
+                async for number in signals:
+                    log.warning("demo_stopped", signal=number.name)
+                    group.cancel_scope.cancel()
+
+        group.start_soon(heed_signals)
+        try:
+            report = await _run(settings, load, layout, concurrency)
+        except KvflowError as error:
+            failure = error  # raised below, where the task group does not wrap it
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return report
+
+
 async def _run(settings: Settings, load: LoadConfig, layout: SimLayout, concurrency: int) -> DemoReport:
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvflow-demo-") as folder:
-        # The demo brings its own server and folder, so that it touches no cluster that is in use.
-        own = Settings(
-            cluster="demo", runtime_dir=str(Path(folder) / "run"), source_lease_s=QUIET_S / 2,
-            placement=settings.placement, log_level=settings.log_level, log_format=settings.log_format,
-        )  # fmt: skip
-        if settings.log_level == "info":  # the default: a demo shows its result, not the log of its parts
-            own = msgspec.structs.replace(own, log_level="warning")
-        async with AsyncExitStack() as stack:
-            own = await stack.enter_async_context(_node(own))
-            deliveries, bus = await stack.enter_async_context(_watch_deliveries(own))
-            source = await stack.enter_async_context(launch_engine(_engine(own, "prefill", "source", layout)))
-            target = await stack.enter_async_context(launch_engine(_engine(own, "decode", "target", layout)))
-            traffic = await _drive(Traffic(source, target), load, concurrency)
-            report = await traffic.report(deliveries, bus.flush, QUIET_S)
+    # The demo brings its own server and folder, so that it touches no cluster in use; the node makes and removes both.
+    own = Settings(
+        cluster="demo", runtime_dir=str(Path(tempfile.gettempdir()) / f"kvflow-demo-{secrets.token_hex(6)}"),
+        source_lease_s=QUIET_S / 2, placement=settings.placement, log_format=settings.log_format,
+        # By default a demo shows its result, not the log of its parts.
+        log_level="warning" if settings.log_level == "info" else settings.log_level,
+    )  # fmt: skip
+    async with AsyncExitStack() as stack:
+        own = await stack.enter_async_context(_node(own))
+        deliveries, bus = await stack.enter_async_context(_watch_deliveries(own))
+        source = await stack.enter_async_context(launch_engine(_engine(own, "prefill", "source", layout)))
+        target = await stack.enter_async_context(launch_engine(_engine(own, "decode", "target", layout)))
+        traffic = await _drive(Traffic(source, target), load, concurrency)
+        report = await traffic.report(deliveries, bus.flush, QUIET_S)
     good = report.passed and report.transfers + report.cancelled == load.transfers + load.aborts
     return DemoReport(ok=good, total_s=round(time.monotonic() - began, 3), traffic=report)
 

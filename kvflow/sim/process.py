@@ -4,6 +4,7 @@ The first line is the configuration. The process ends with its owner, since that
 """
 
 import os
+import signal
 import sys
 import threading
 from typing import BinaryIO
@@ -18,7 +19,6 @@ from kvflow.sim.channel import (
     Abort,
     Audit,
     Audited,
-    Command,
     DropCache,
     Ended,
     Event,
@@ -64,14 +64,20 @@ class _Mouth:
 
 def main() -> int:
     """Run the engine until it is told to stop, stdin ends or it dies; return the exit status."""
-    mouth = _Mouth()
+    mouth, done = _Mouth(), threading.Event()
+    # A Ctrl-C goes to the whole terminal group; the owner decides then, by closing stdin.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: done.set())
+
+    def die(error: Exception) -> None:
+        mouth.fatal(error)
+        done.set()
+
     try:
         config = decode_config(sys.stdin.buffer.readline(MAX_LINE_BYTES))
         settings, name = config.settings, f"sim-{config.engine.engine_id}"
         configure_logging(level=settings.log_level, log_format=settings.log_format, process=name)
-        engine = SimEngine(
-            config.engine, on_result=lambda result: mouth.say(Ended(result=result)), on_fatal=mouth.fatal
-        )
+        engine = SimEngine(config.engine, on_result=lambda result: mouth.say(Ended(result=result)), on_fatal=die)
     except KvflowError as error:
         mouth.fatal(error)
         return EXIT_FATAL
@@ -84,32 +90,42 @@ def main() -> int:
     engine.start(connector)
     ref = connector.engine
     mouth.say(Ready(engine_id=ref.engine_id, incarnation=ref.incarnation, pid=os.getpid()))
-    try:
-        _obey(engine, mouth, sys.stdin.buffer)
-    finally:
-        engine.stop()
+    threading.Thread(target=_obey, args=(engine, mouth, sys.stdin.buffer, done), name="sim-stdin", daemon=True).start()
+    done.wait()
+    engine.stop()
     return EXIT_FATAL if mouth.failed else 0
 
 
-def _obey(engine: SimEngine, mouth: _Mouth, source: BinaryIO) -> None:
-    while line := source.readline(MAX_LINE_BYTES):
-        try:
-            command: Command = decode_command(line)
-        except WireError as error:
-            log.warning("sim_command_dropped", error=str(error))
-            continue
-        match command:
-            case Submit():
-                engine.submit(command.request)
-            case Abort():
-                engine.abort(command.request_id)
-            case DropCache():
-                engine.drop_cache()
-            case Audit():
-                engine.audit(lambda report: mouth.say(Audited(report=report)))
-            case Stop():
+def _obey(engine: SimEngine, mouth: _Mouth, source: BinaryIO, done: threading.Event) -> None:
+    try:
+        while line := source.readline(MAX_LINE_BYTES):
+            try:
+                command = decode_command(line)
+            except WireError as error:
+                log.warning("sim_command_dropped", error=str(error))
+                continue
+            if isinstance(command, Stop):
                 return
+            _perform(command, engine, mouth)
+    finally:
+        done.set()
+
+
+def _perform(command: Submit | Abort | DropCache | Audit, engine: SimEngine, mouth: _Mouth) -> None:
+    match command:
+        case Submit():
+            engine.submit(command.request)
+        case Abort():
+            engine.abort(command.request_id)
+        case DropCache():
+            engine.drop_cache()
+        case Audit():
+            engine.audit(lambda report: mouth.say(Audited(report=report)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The stdin thread may sit in a read that holds the interpreter's lock on stdin: a normal exit would abort on it.
+    os._exit(status)
