@@ -9,7 +9,7 @@ import structlog
 from kvflow.bus.port import Bus
 from kvflow.config import Settings
 from kvflow.dataplane.memory import MemoryRange
-from kvflow.messages import EngineProfile, KvSegment
+from kvflow.messages import EngineProfile
 
 log = structlog.get_logger()
 
@@ -23,10 +23,7 @@ class EngineRank:
         """Prepare; `memory` are addresses in this process, alive while the rank runs."""
         self._settings = settings
         self._profile = profile
-        self._segments = tuple(
-            KvSegment(address=item.address, length=item.length, memory=item.memory, device=item.device)
-            for item in memory
-        )
+        self._memory = tuple(memory)
         self._may_attach = may_attach
         self._allowed = asyncio.Event()
         self._allowed.set()
@@ -61,21 +58,17 @@ class EngineRank:
                 fence.cancel()
 
     async def _run_agent(self, bus: Bus) -> None:
-        from kvflow.actors.rank import AgentInbox, run_rank
-        from kvflow.dataplane.nixl_agent import NixlAgent
+        from kvflow.actors.rank import run_rank_over
 
-        inbox = AgentInbox()
-        profile = self._profile
-        name = f"{profile.engine}/{profile.rank}"
         self._detached_since = None
         try:
-            agent = NixlAgent(name, self._segments, inbox, settings=self._settings)
-            try:
-                await run_rank(
-                    bus=bus, settings=self._settings, profile=profile, agent=agent, inbox=inbox, placement="engine",
-                    ready=lambda: log.info("rank_ready", engine=str(profile.engine), rank=profile.rank),
-                )  # fmt: skip
-            finally:
-                await agent.close()
+            await run_rank_over(
+                bus=bus,
+                settings=self._settings,
+                profile=self._profile,
+                ranges=self._memory,
+                placement="engine",
+                ready=lambda: log.info("attached", engine=str(self._profile.engine), rank=self._profile.rank),
+            )
         finally:
             self._detached_since = time.monotonic()

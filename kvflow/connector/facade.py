@@ -188,9 +188,9 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def save_kv_layer(
         self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: "AttentionMetadata",
+        layer_name: str,  # noqa: ARG002
+        kv_layer: torch.Tensor,  # noqa: ARG002
+        attn_metadata: "AttentionMetadata",  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         """Do nothing: blocks are pushed after the forward pass."""
