@@ -212,6 +212,12 @@ def _lock_folder(runtime: Path, timeout_s: float) -> int:
                     f"another kvflow node runs in {runtime}", remedy="stop it, or choose another --runtime-dir"
                 ) from None
             time.sleep(_POLL_S)
+        except OSError as error:
+            os.close(lock)
+            raise BrokerError(
+                f"cannot lock the runtime folder {runtime}: {error.strerror}",
+                remedy="choose a --runtime-dir on a local file system",
+            ) from error
         os.close(lock)
 
 

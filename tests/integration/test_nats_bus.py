@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvflow.broker import Broker, find_server, launch_broker
@@ -18,7 +19,9 @@ from kvflow.bus.connect import connect_bus
 from kvflow.bus.nats import BACKLOG_BYTES, NatsBus
 from kvflow.bus.port import Delivery, KvUpdate, StreamSpec
 from kvflow.config import Settings
+from kvflow.directory import Directory, DirectoryChange, Joined, Left, Synced
 from kvflow.errors import BusError, ConfigError
+from kvflow.messages import EngineCard, EngineProfile, EngineRef, KvGeometry, ModelFingerprint
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nats]
 
@@ -199,6 +202,30 @@ async def test_a_watch_survives_a_restart_and_does_not_invent_departures(
     await bucket.put("k", b"2")
     await eventually(lambda: len(updates) == 3)
     assert updates == [None, KvUpdate("k", b"1"), KvUpdate("k", b"2")]
+
+
+async def test_i4_a_servers_restart_loses_no_engine(server: Server, bus: NatsBus, other: NatsBus) -> None:
+    settings = msgspec.structs.replace(server.settings, card_ttl_s=1.0)
+    publisher, watcher = Directory(bus, settings), Directory(other, settings)
+    changes: list[DirectoryChange] = []
+    await watcher.watch(changes.append)
+    profile = EngineProfile(
+        engine=EngineRef(engine_id="e", incarnation="1"), rank=0, ranks=1, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1,
+        roles=("source",), host="h", model="m", geometry=KvGeometry(dtype="f", num_blocks=1, groups=(), views=()),
+        fingerprint=ModelFingerprint(fields=()),
+    )  # fmt: skip
+    card = EngineCard(profile=profile, agent="a", nixl_metadata=b"", segments=(), placement="process")
+    await publisher.publish(card)
+    await eventually(lambda: changes == [Synced(), Joined(card)])
+    server.stop()
+    await asyncio.sleep(2.5)
+    server.start()
+    await eventually(lambda: bus.connected and other.connected)
+    await asyncio.sleep(2.5)
+    assert changes == [Synced(), Joined(card)]
+    await publisher.close()
+    await eventually(lambda: changes[2:] == [Left(profile.engine, 0, "lost")])
+    await watcher.close()
 
 
 async def test_the_backlog_is_bounded(server: Server, bus: NatsBus) -> None:
