@@ -17,7 +17,7 @@ async def run_control_process(settings: Settings, actors: Collection[str], ready
 
     bus = await connect_bus(settings, name="kvflow-control", on_state=log_bus_state)
     try:
-        await run_control(bus=bus, settings=settings, actors=actors, ready=ready)
+        await run_control(bus=bus, settings=settings, actors=set(actors), ready=ready)
     finally:
         await bus.close()
 
