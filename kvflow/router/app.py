@@ -17,6 +17,7 @@ from kvflow.bus.connect import connect_bus
 from kvflow.config import Settings
 from kvflow.directory import Directory
 from kvflow.errors import ConfigError
+from kvflow.router.dialects import DIALECTS
 from kvflow.router.errors import ApiError, error_body
 from kvflow.router.legs import PATHS, Kind, parse_request
 from kvflow.router.proxy import Exchange, Policy, PrefillOutcome
@@ -165,6 +166,13 @@ async def serving(
     Raises ConfigError when there is no source of engines or the address cannot be used, BusError without NATS.
     """
     static = tuple(parse_static(text) for text in engines)
+    policy = policy or Policy()
+    for engine in static:
+        if engine.source and not DIALECTS[policy.dialect].can_prefill(engine):
+            raise ConfigError(
+                f"{policy.dialect} needs the side channel of {engine.url}",
+                remedy="write prefill=http://host:port?engine_id=<id>&port=<side channel port>",
+            )
     if not static and not settings.nats_url:
         raise ConfigError(
             "the router knows no engines", remedy="start `kvflow up`, set --nats-url, or name engines with --engine"
@@ -172,9 +180,9 @@ async def serving(
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(_client_session())
         registry = Registry(session=session, static=static, api_key=api_key)
-        if settings.nats_url:
+        if settings.nats_url and policy.dialect == "kvflow":  # the directory knows only engines that run kvflow
             await stack.enter_async_context(_watch_directory(settings, registry))
-        router = Router(registry=registry, session=session, policy=policy or Policy())
+        router = Router(registry=registry, session=session, policy=policy)
         stack.push_async_callback(router.close)
         await registry.probe()
         probing = asyncio.create_task(registry.probe_forever())

@@ -6,6 +6,7 @@ and never wrong. So do requests that need every prompt token computed where the 
 `prompt_logprobs`), and those with `prompt_embeds`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +37,13 @@ _CHARACTERS_PER_TOKEN = 4
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class _PrefillAnswer(msgspec.Struct, frozen=True):
+    kv_transfer_params: dict[str, object] | None = None
+
+
+_decode_answer = msgspec.json.Decoder(_PrefillAnswer).decode
 _ONE, _FALSE = msgspec.Raw(b"1"), msgspec.Raw(b"false")
 
 
@@ -79,22 +87,23 @@ def parse_request(kind: Kind, body: bytes) -> ClientRequest:
     )
 
 
-def prefill_body(request: ClientRequest, transfer_id: str) -> bytes:
-    """Return the body of the leg that computes the prompt and keeps it for as many readers as the client asked for."""
+def prefill_body(request: ClientRequest, params: Mapping[str, object]) -> bytes:
+    """Return the body of the leg that computes the prompt."""
     fields = {name: raw for name, raw in request.fields.items() if name not in _ANSWER_ONLY}
-    fields |= {"max_tokens": _ONE, "n": _ONE, "stream": _FALSE}
-    params = {
-        "transfer_id": transfer_id,
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "expected_targets": request.targets,
-    }
-    return _encode(fields, params)
+    return _encode(fields | {"max_tokens": _ONE, "n": _ONE, "stream": _FALSE}, params)
 
 
-def decode_body(request: ClientRequest, transfer_id: str) -> bytes:
+def decode_body(request: ClientRequest, params: Mapping[str, object]) -> bytes:
     """Return the body of the leg that receives the prompt's KV and makes the answer."""
-    return _encode(request.fields, {"transfer_id": transfer_id, "do_remote_decode": False, "do_remote_prefill": True})
+    return _encode(request.fields, params)
+
+
+def answered_params(answer: bytes) -> Mapping[str, object]:
+    """Return the transfer parameters in a prefill's answer; empty when there are none."""
+    try:
+        return _decode_answer(answer).kv_transfer_params or {}
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
 
 
 def local_body(request: ClientRequest) -> bytes:
@@ -102,7 +111,7 @@ def local_body(request: ClientRequest) -> bytes:
     return msgspec.json.encode(request.fields)
 
 
-def _encode(fields: Fields, params: dict[str, object]) -> bytes:
+def _encode(fields: Fields, params: Mapping[str, object]) -> bytes:
     return msgspec.json.encode({**fields, TRANSFER_FIELD: params})
 
 

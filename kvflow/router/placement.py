@@ -11,6 +11,17 @@ Compatible = Callable[["Engine", "Engine"], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SideChannel:
+    """Locate the handshake side channel of an engine that runs upstream's connector."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int = 1
+    pp_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """Describe an engine as far as placement cares.
 
@@ -26,6 +37,7 @@ class Engine:
     alone: bool
     up: bool = True
     profiles: tuple[EngineProfile, ...] = ()
+    side: SideChannel | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ import structlog
 from aiohttp import web
 
 from kvflow.ids import new_transfer_id
+from kvflow.router.dialects import DIALECTS, Dialect, DialectName, Ids
 from kvflow.router.errors import ApiError, error_event
-from kvflow.router.legs import ClientRequest, decode_body, local_body, prefill_body
+from kvflow.router.legs import ClientRequest, answered_params, decode_body, local_body, prefill_body
 from kvflow.router.placement import Engine, Mode
 from kvflow.router.registry import Registry
 
@@ -39,12 +40,13 @@ log = structlog.get_logger()
 class Policy:
     """Say how requests are routed. Durations are seconds.
 
-    `local_below_tokens`: shorter prompts are not worth a transfer. `fallback`: without a pair, one engine answers by
-    itself (otherwise the client gets a 503). `patience_s`: how long a decode leg whose prefill has failed for good is
-    left to itself before it is sent again without a transfer.
+    `dialect` names the connector that the engines run. `local_below_tokens`: shorter prompts are not worth a transfer.
+    `fallback`: without a pair, one engine answers by itself (otherwise the client gets a 503). `patience_s`: how long a
+    decode leg whose prefill has failed for good is left to itself before it is sent again without a transfer.
     """
 
     mode: Mode = "push"
+    dialect: DialectName = "kvflow"
     local_below_tokens: int = 0
     fallback: bool = True
     attempts: int = 3
@@ -97,6 +99,7 @@ class Exchange:
     _excluded: set[str] = field(default_factory=set)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _prefill_task: asyncio.Task[PrefillOutcome] | None = None
+    _prefill_answer: bytes = b""
     _started: float = field(default_factory=time.monotonic)
 
     async def run(self) -> web.StreamResponse:
@@ -136,7 +139,21 @@ class Exchange:
             self.policy.mode != "local"
             and not self.leg.not_transferable
             and self.leg.prompt_tokens >= self.policy.local_below_tokens
+            and (self._dialect.fan_out or self.leg.targets == 1)
         )
+
+    @property
+    def _dialect(self) -> Dialect:
+        return DIALECTS[self.policy.dialect]
+
+    @property
+    def _ids(self) -> Ids:
+        return Ids(transfer_id=self.transfer_id, request_id=self._leg_request_id, kind=self.leg.kind)
+
+    @property
+    def _leg_request_id(self) -> str:
+        # Where the connector finds its transfers by request id, one that a client may repeat will not do.
+        return self.request_id if self._dialect.movable or not self.transfer_id else self.transfer_id
 
     async def _transferred(self) -> Answer:
         """Have one engine compute the prompt and another one answer."""
@@ -148,7 +165,7 @@ class Exchange:
         self.transfer_id = new_transfer_id()
         prefill = self._start_prefill(pair.prefill, pair.decode)
         decode = pair.decode
-        if self.policy.mode == "deferred":
+        if self.policy.mode == "deferred" or self._dialect.late:
             # The prompt is computed first, and the decode engine is chosen by the load of that later moment.
             if await prefill != "done":
                 return await self._alone()
@@ -157,7 +174,8 @@ class Exchange:
 
     async def _decode_beside(self, prefill: "asyncio.Task[PrefillOutcome]", decode: Engine) -> Answer:
         """Wait for the decode leg: move it while it cannot have registered, free it when its prefill has failed."""
-        body = decode_body(self.leg, self.transfer_id)
+        params = self._dialect.decode(self._ids, self.prefill or decode, answered_params(self._prefill_answer))
+        body = decode_body(self.leg, params)
         while True:
             opening = asyncio.create_task(self._open(self._reserved(decode), body))
             try:
@@ -213,7 +231,7 @@ class Exchange:
 
     async def _post(self, engine: Engine, body: bytes, limits: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
         headers = {name: text for name, text in self.request.headers.items() if name.lower() not in _NOT_SENT_ON}
-        headers |= {"Content-Type": "application/json", "X-Request-Id": self.request_id}
+        headers |= {"Content-Type": "application/json", "X-Request-Id": self._leg_request_id}
         # A stream is sent in steps; megabytes of bytes would hold up the event loop.
         return await self.session.post(
             engine.url + self.leg.path, data=io.BytesIO(body), headers=headers, timeout=limits
@@ -221,7 +239,8 @@ class Exchange:
 
     def _start_prefill(self, engine: Engine, decode: Engine) -> "asyncio.Task[PrefillOutcome]":
         hold = self.registry.reserve(engine)
-        task = asyncio.create_task(self._run_prefill(engine, decode, prefill_body(self.leg, self.transfer_id)))
+        body = prefill_body(self.leg, self._dialect.prefill(self._ids, self.leg.targets))
+        task = asyncio.create_task(self._run_prefill(engine, decode, body))
         task.add_done_callback(lambda _: hold.release())
         self.prefill = engine
         self._prefill_task = task
@@ -231,7 +250,7 @@ class Exchange:
         """Have the prompt computed, on another engine when one fails: the decode leg waits for the transfer id only."""
         tried = {engine.key}
         outcome = await self._prefill_once(engine, body)
-        while outcome == "failed" and len(tried) < self.policy.attempts:
+        while outcome == "failed" and self._dialect.movable and len(tried) < self.policy.attempts:
             other = self.registry.fleet.prefill_for(decode, self.model, tried)
             if other is None:
                 break
@@ -255,6 +274,7 @@ class Exchange:
             log.warning("prefill_failed", request_id=self.request_id, engine=engine.key, error=str(error))
             return "failed"
         if response.status < 400:
+            self._prefill_answer = text
             return "done"
         log.warning("prefill_refused", request_id=self.request_id, engine=engine.key, status=response.status,
                     answer=text[:200].decode(errors="replace"))  # fmt: skip

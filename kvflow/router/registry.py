@@ -5,16 +5,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit, urlunsplit
 
 import aiohttp
 import anyio
+import msgspec
 import structlog
 
 from kvflow.dataplane.compat import check_compatible
 from kvflow.errors import ConfigError
 from kvflow.messages import EngineCard, EngineRef
-from kvflow.router.placement import Engine, Fleet
+from kvflow.router.placement import Engine, Fleet, SideChannel
 
 ROLES = ("prefill", "decode", "both", "aggregated")
 PROBE_INTERVAL_S = 5.0
@@ -199,13 +200,14 @@ class Reservation:
 
 
 def parse_static(text: str) -> Engine:
-    """Parse `role=url` from the command line; raise ConfigError when it is not that."""
+    """Parse `role=url` from the command line, with a side channel for upstream's push; raise ConfigError otherwise."""
     role, found, url = text.partition("=")
     parts = urlsplit(url)
     if not found or role not in ROLES or parts.scheme not in {"http", "https"} or not parts.netloc:
         raise ConfigError(
             f"{text!r} is not an engine", remedy=f"write role=http://host:port with a role of {', '.join(ROLES)}"
         )
+    url = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
     return Engine(
         key=url.rstrip("/"),
         url=url.rstrip("/"),
@@ -214,7 +216,21 @@ def parse_static(text: str) -> Engine:
         target=role in {"decode", "both"},
         alone=role != "prefill",
         up=False,
+        side=_side_channel(text, parts),
     )
+
+
+def _side_channel(text: str, parts: SplitResult) -> SideChannel | None:
+    """Read `?engine_id=...&port=...[&host=...&tp_size=...&pp_size=...]`, which upstream's push connector needs."""
+    if not parts.query:
+        return None
+    fields: dict[str, object] = {"host": parts.hostname, **dict(parse_qsl(parts.query))}
+    try:
+        return msgspec.convert(fields, SideChannel, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{text!r} does not locate a side channel: {error}", remedy="write ?engine_id=<id>&port=<side channel port>"
+        ) from error
 
 
 def _reachable_engines(known: dict[EngineRef, tuple[EngineCard, ...]]) -> tuple[Engine, ...]:

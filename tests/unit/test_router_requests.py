@@ -63,7 +63,7 @@ def test_the_last_of_repeated_transfer_parameters_is_stripped_too() -> None:
     body = b'{"prompt":"a","kv_transfer_params":{},"kv_transfer_params":{"x":1},"kv_transfer_p\\u0061rams":{"y":1}}'
     request = parse_request("completions", body)
     assert local_body(request) == b'{"prompt":"a"}'
-    assert json.loads(decode_body(request, "t"))["kv_transfer_params"]["transfer_id"] == "t"
+    assert json.loads(decode_body(request, {"transfer_id": "t"}))["kv_transfer_params"]["transfer_id"] == "t"
 
 
 json_values = st.recursive(
@@ -90,7 +90,7 @@ def test_i7_any_object_becomes_valid_legs_or_an_api_error(fields: dict[str, Any]
         assert "kv_transfer_params" not in alone
         alone.pop("vllm_xargs", None)
         assert alone == expected
-        leg = json.loads(prefill_body(request, "t"))
+        leg = json.loads(prefill_body(request, {"transfer_id": "t"}))
         assert (leg["max_tokens"], leg["n"], leg["stream"]) == (1, 1, False)
 
 
