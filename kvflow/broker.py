@@ -242,13 +242,14 @@ def _remove_folder(folder: Path) -> None:
 def _write_config(folder: Path, port: int | None, password: str) -> Path:
     """Write the server's configuration, readable by this user only: a command line would show the password to all."""
     config = folder / "nats.conf"
+    # The server sets the full size of every memory stream aside against max_mem: the streams' own limits are the bound.
     text = "\n".join(
         (
             "host: 127.0.0.1",
             f"port: {-1 if port is None else port}",
             f"ports_file_dir: {json.dumps(str(folder))}",
             f"authorization {{ user: {USER}, password: {json.dumps(password)} }}",
-            f"jetstream {{ store_dir: {json.dumps(str(folder / 'store'))}, max_mem: 1GB, max_file: 64MB }}",
+            f"jetstream {{ store_dir: {json.dumps(str(folder / 'store'))}, max_mem: 1TB, max_file: 64MB }}",
             "max_pending: 256MB",
             "",
         )

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.client import Client
-from nats.js.errors import ServiceUnavailableError
+from nats.js.errors import APIError, ServiceUnavailableError
 
 from kvflow.config import Settings
 from kvflow.errors import BusError
@@ -20,6 +20,8 @@ MAX_PINGS_OUTSTANDING = 2
 PENDING_WRITE_BYTES = 8 * 1024 * 1024
 # How long a publisher is held back while that much waits for a server that does not read.
 WRITE_TIMEOUT_S = 5.0
+# Error codes of JetStream: no memory, no storage, and more reserved than the account may have.
+NO_ROOM = (10023, 10028, 10047)
 
 ErrorCallback = Callable[[Exception], Awaitable[None]]
 ClosedCallback = Callable[[], Awaitable[None]]
@@ -112,6 +114,10 @@ def stream_error(what: str, error: Exception) -> BusError:
     """Turn what a JetStream request raised into a BusError with a remedy."""
     if isinstance(error, nats.errors.NoRespondersError | ServiceUnavailableError):
         return BusError(f"{what}: NATS has no JetStream", remedy="start nats-server with JetStream (-js)")
+    if isinstance(error, APIError) and error.err_code in NO_ROOM:
+        return BusError(
+            f"{what}: JetStream has no room for it", remedy="raise max_memory_store in the server's JetStream settings"
+        )
     return BusError(f"{what}: {str(error) or type(error).__name__}")
 
 

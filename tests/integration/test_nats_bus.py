@@ -386,6 +386,15 @@ async def test_a_server_without_jetstream_is_named(plain_server: Callable[[str],
     await bus.close()
 
 
+async def test_a_server_without_room_is_named(plain_server: Callable[[str], str], tmp_path: Path) -> None:
+    address = plain_server(f'jetstream {{ max_mem: 10MB, store_dir: "{tmp_path}/js" }}')
+    bus = await NatsBus.connect(Settings(nats_url=address), name="test")
+    with pytest.raises(BusError, match="no room") as caught:
+        await bus.ensure_stream(STREAM)
+    assert "max_memory_store" in caught.value.remedy
+    await bus.close()
+
+
 async def test_nkey(plain_server: Callable[[str], str], tmp_path: Path) -> None:
     nkeys = pytest.importorskip("nkeys")
     pair = nkeys.from_seed(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
