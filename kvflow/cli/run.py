@@ -1,5 +1,6 @@
 """`kvflow run`."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,9 +41,11 @@ def run(
         _run_alone(settings, actors, control=control)
         return
     from kvflow.node.lifeline import parse_supervision, watch_lifeline
+    from kvflow.node.runtime import remove_stale
 
     parsed = parse_supervision(supervision)
-    watch_lifeline(parsed.lifeline)  # before anything slow: the node may die while we import
+    # Before anything slow: the node may die while we import.
+    watch_lifeline(parsed.lifeline, tidy=partial(remove_stale, settings.runtime_path()))
     _run(settings, actors, parsed, control=control)
 
 

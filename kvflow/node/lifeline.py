@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -50,15 +51,21 @@ def parse_supervision(text: str) -> Supervision:
         ) from error
 
 
-def watch_lifeline(descriptor: int, *, grace_s: float = ORPHAN_GRACE_S) -> None:
-    """Stop this process when the other end of the pipe closes: by SIGTERM, then by force after `grace_s` seconds."""
-    threading.Thread(target=_watch, args=(descriptor, grace_s), name="kvflow-lifeline", daemon=True).start()
+def watch_lifeline(descriptor: int, *, tidy: Callable[[], None] | None = None, grace_s: float = ORPHAN_GRACE_S) -> None:
+    """Stop this process when the other end of the pipe closes: by SIGTERM, then by force after `grace_s` seconds.
+
+    `tidy` runs first, on a thread of its own: it clears away what the parent could not.
+    """
+    threading.Thread(target=_watch, args=(descriptor, tidy, grace_s), name="kvflow-lifeline", daemon=True).start()
 
 
-def _watch(descriptor: int, grace_s: float) -> None:
+def _watch(descriptor: int, tidy: Callable[[], None] | None, grace_s: float) -> None:
     with contextlib.suppress(OSError):  # a broken lifeline is an ended one
         while os.read(descriptor, 64):
             pass
+    if tidy is not None:
+        with contextlib.suppress(KvflowError, OSError):  # nothing may keep this process alive
+            tidy()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace_s)
     os._exit(ORPHAN_EXIT_CODE)

@@ -122,6 +122,14 @@ def read_node(path: Path) -> NodeInfo:
     return info
 
 
+def remove_stale(path: Path) -> None:
+    """Remove what a node left that was killed; do nothing while a node or a keeper uses the folder."""
+    path = path.absolute()
+    lock_fd = _try_lock(path)
+    if lock_fd is not None:
+        RuntimeFolder(path=path, lock_fd=lock_fd).release()
+
+
 def host_name() -> str:
     """Return this host's name."""
     return socket.gethostname()

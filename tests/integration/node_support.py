@@ -31,7 +31,7 @@ from kvflow.messages import (
 )
 from kvflow.messages.codec import AnyMessage
 
-WAIT_S = 20.0
+WAIT_S = 60.0  # an upper bound: a loaded machine takes long to start Python processes
 MEMORY_BYTES = 64 * 1024
 
 # Replaces the actors in every Python process that has its folder on PYTHONPATH. What an actor should do is told by the
@@ -49,6 +49,7 @@ def _control():
         if mode == "hang":
             await anyio.sleep_forever()
         ready()
+        print("control_runs", *actors, file=sys.stderr, flush=True)
         if mode == "die_later":
             await anyio.sleep(0.05)
             os._exit(9)
@@ -271,6 +272,21 @@ class Nodes:
         line = read_line(process.stdout) if expect_ready else ""
         assert line or not expect_ready, f"not ready:\n{log.read_text()}"
         return NodeUnderTest(process, runtime, log, json.loads(line) if line else {})
+
+    def command(self, *arguments: str) -> "subprocess.Popen[str]":
+        """Start another kvflow command with fake actors; its stderr goes to a file."""
+        environment = kvflow_environment({"PYTHONPATH": str(self._fakes)})
+        with (self._folder / "command.log").open("wb") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvflow.cli", *arguments],
+                stdout=subprocess.DEVNULL, stderr=stderr, text=True, env=environment,
+            )  # fmt: skip
+        self._started.append(process)
+        return process
+
+    def command_log(self) -> str:
+        """Return what the command wrote to stderr."""
+        return (self._folder / "command.log").read_text()
 
     def worker(self, node: NodeUnderTest, profile: EngineProfile | None = None) -> FakeWorker:
         """Return a worker that is connected, not yet attached."""

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from node_support import (
     MEMORY_BYTES,
+    WAIT_S,
     FakeWorker,
     Nodes,
     eventually,
@@ -227,7 +228,7 @@ def test_a_killed_node_leaves_nothing(nodes: Nodes) -> None:
     node.process.kill()
     assert stubborn.ended()
     assert not _maps_memory(stubborn.data_pid()), "the socket ends when nobody has the memory any more"
-    gone, alive = psutil.wait_procs(family, timeout=10)
+    gone, alive = psutil.wait_procs(family, timeout=WAIT_S)
     assert not alive, alive
     assert len(gone) == 6
     eventually(lambda: not node.runtime.exists(), what="the runtime folder is removed")
@@ -263,16 +264,18 @@ def test_a_stale_folder_is_cleaned(nodes: Nodes, tmp_path: Path) -> None:
 
 def test_control_is_restarted_within_a_budget_then_the_node_ends_loudly(nodes: Nodes) -> None:
     node = nodes.up(env={"FAKE_CONTROL": "die_later"})
-    assert node.process.wait(30) == 6
+    assert node.process.wait(WAIT_S) == 6
     assert "ended more than 5 times within 60 s" in node.log_text()
     assert "exit code 9" in node.log_text()
     assert not node.runtime.exists()
 
 
-@pytest.mark.parametrize(("mode", "words"), [("die", "exit code 9"), ("hang", "not ready within 3 s")])
-def test_control_that_does_not_start(nodes: Nodes, mode: str, words: str) -> None:
-    node = nodes.up("--ready-timeout", "3", env={"FAKE_CONTROL": mode}, expect_ready=False)
-    assert node.process.wait(30) == 6
+@pytest.mark.parametrize(
+    ("mode", "timeout", "words"), [("die", "30", "exit code 9"), ("hang", "1", "not ready within 1 s")]
+)
+def test_control_that_does_not_start(nodes: Nodes, mode: str, timeout: str, words: str) -> None:
+    node = nodes.up("--ready-timeout", timeout, env={"FAKE_CONTROL": mode}, expect_ready=False)
+    assert node.process.wait(WAIT_S) == 6
     assert words in node.log_text()
     assert not node.runtime.exists()
 
@@ -303,9 +306,34 @@ def test_an_external_server(nodes: Nodes, nats_url: str) -> None:
     assert not node.runtime.exists()
 
 
+def test_a_killed_node_on_an_external_server_leaves_nothing(nodes: Nodes, nats_url: str) -> None:
+    node = nodes.up("--nats-url", nats_url)
+    assert isinstance(nodes.worker(node).attach(), Attached)
+    family = node.family()
+    assert len(family) == 3
+    node.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=WAIT_S)
+    assert not alive
+    assert not node.runtime.exists()
+
+
+def test_run_alone(nodes: Nodes, nats_url: str) -> None:
+    node = nodes.up("--no-control", "--nats-url", nats_url)
+    assert set(node.pids) == {"node"}
+    # Without a URL it finds the node of this host.
+    with nodes.command("run", "registration", "matching", "--runtime-dir", str(node.runtime)) as running:
+        eventually(lambda: "control_runs" in nodes.command_log())
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(WAIT_S) == 0
+    missing = run_cli("run", "matching", "--nats-url", "nats://127.0.0.1:1", "--nats-connect-timeout-s", "0.5")
+    assert missing.returncode == 3
+    assert "hint:" in missing.stderr
+    assert node.stop() == 0
+
+
 def test_nats_that_is_not_there(nodes: Nodes) -> None:
     node = nodes.up("--nats-url", "nats://127.0.0.1:1", "--nats-connect-timeout-s", "0.5", expect_ready=False)
-    assert node.process.wait(20) == 3
+    assert node.process.wait(WAIT_S) == 3
     assert "hint:" in node.log_text()
     assert not node.runtime.exists()
 
@@ -313,7 +341,7 @@ def test_nats_that_is_not_there(nodes: Nodes) -> None:
 def test_nats_port_taken(nodes: Nodes, nats_url: str) -> None:
     port = nats_url.rpartition(":")[2]
     node = nodes.up("--nats-port", port, expect_ready=False)
-    assert node.process.wait(20) == 3
+    assert node.process.wait(WAIT_S) == 3
     assert "address already in use" in node.log_text()
     assert "hint:" in node.log_text()
     assert not node.runtime.exists()
