@@ -29,7 +29,12 @@ from kvflow.messages import (
 )
 
 LIMITS = Limits(
-    source_lease_s=6.0, compute_wait_s=20.0, quarantine_s=5.0, quiesce_wait_s=10.0, engine_grace_s=12.0, tombstone_s=15.0
+    source_lease_s=6.0,
+    compute_wait_s=20.0,
+    quarantine_s=5.0,
+    quiesce_wait_s=10.0,
+    engine_grace_s=12.0,
+    tombstone_s=15.0,
 )
 WAITS = (8.0, 20.0, 8.0)
 PROMPT = 40
@@ -61,8 +66,9 @@ def registered(
 ) -> TargetRegistered:  # fmt: skip
     return TargetRegistered(
         transfer_id=transfer, attempt=attempt, target=target, request_id=request_id, prompt_tokens=tokens, start=start,
-        end=end, ranks=ranks, prompt_digest=digest, first_blocks=(start // 16,), blocks=(pack_blocks([7, 8, attempt]),),
-        source_wait_s=waits[0], compute_wait_s=waits[1], transfer_wait_s=waits[2],
+        end=end, ranks=ranks, prompt_digest=digest, first_blocks=(start // 16,),
+        blocks=(pack_blocks([7, 8, attempt % 1000]),), source_wait_s=waits[0],
+        compute_wait_s=waits[1], transfer_wait_s=waits[2],
     )  # fmt: skip
 
 
@@ -275,9 +281,7 @@ class World:
             status, bound = actor.bindings.get(message.binding, ("", None))
             actor.bindings[message.binding] = ("over" if status != "delivered" else status, bound)
             self.log.append(
-                TransferQuiesced(
-                    transfer_id=message.transfer_id, binding=message.binding, source=owner, rank=rank
-                )
+                TransferQuiesced(transfer_id=message.transfer_id, binding=message.binding, source=owner, rank=rank)
             )
 
     def error(self, owner: EngineRef, rank: int, bound: TransferBound) -> None:

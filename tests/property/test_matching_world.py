@@ -47,9 +47,7 @@ class MatchingWorld(RuleBasedStateMachine):
         me = self.world.engines[name]
         attempt = self.targets.get((transfer, me, request_id), 0) + 1
         self.targets[transfer, me, request_id] = attempt
-        self.door.append(
-            registered(transfer, me, attempt, self.world.ranks[name], request_id=request_id, start=start)
-        )
+        self.door.append(registered(transfer, me, attempt, self.world.ranks[name], request_id=request_id, start=start))
 
     @rule(name=TARGETS, transfer=TRANSFERS, request_id=REQUESTS)
     def cancel(self, name: str, transfer: str, request_id: str) -> None:

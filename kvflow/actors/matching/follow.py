@@ -16,8 +16,8 @@ from kvflow.actors.matching.decide import (
     unbind,
 )
 from kvflow.actors.matching.effects import Bind
-from kvflow.actors.matching.model import State, Transfer
-from kvflow.messages import SourceReleased, TransferBound, TransferFailed, TransferRevoked
+from kvflow.actors.matching.model import Registration, Source, State, Transfer
+from kvflow.messages import EngineRef, SourceReleased, TransferBound, TransferFailed, TransferRevoked
 
 # Told again at a take-over: a crash may have come between the record of a decision and its sending.
 RESENT_ENDINGS = 256
@@ -29,11 +29,9 @@ def decided_bind(state: State, now: float, message: TransferBound, out: Effects)
     transfer = state.transfers.get(message.transfer_id)
     if not state.following or transfer is None or message.binding in transfer.bindings:
         return
-    source = transfer.sources.get(message.source)
-    registration = transfer.registrations.get((message.target, message.request_id))
-    if source is None or source.attempt != message.source_attempt:
-        return
-    if registration is None or registration.attempt != message.target_attempt or registration.ended:
+    source = _source(transfer, message.source, message.source_attempt)
+    registration = _registration(transfer, message.target, message.request_id, message.target_attempt)
+    if source is None or source.released or registration is None or registration.ended:
         return
     if registration.binding is not None:
         unbind(state, registration.binding)
@@ -64,18 +62,13 @@ def decided_fail(state: State, now: float, message: TransferFailed, out: Effects
     transfer = state.transfers.get(message.transfer_id)
     if not state.following or transfer is None:
         return
-    name = (message.target, message.request_id)
-    current = transfer.registrations.get(name)
-    candidates = [older for older in transfer.superseded if older.name == name]
-    if current is not None:
-        candidates.append(current)
-    for registration in candidates:
-        if registration.attempt == message.target_attempt and not registration.ended:
-            if registration.binding is not None:
-                unbind(state, registration.binding)
-            registration.verdict = message.reason
-            registration.detail = message.detail
-            end(state, registration, message.reason)
+    registration = _registration(transfer, message.target, message.request_id, message.target_attempt)
+    if registration is not None and not registration.ended:
+        if registration.binding is not None:
+            unbind(state, registration.binding)
+        registration.verdict = message.reason
+        registration.detail = message.detail
+        end(state, registration, message.reason)
     settle(state, transfer, now, out)
 
 
@@ -84,13 +77,9 @@ def decided_release(state: State, now: float, message: SourceReleased, out: Effe
     transfer = state.transfers.get(message.transfer_id)
     if not state.following or transfer is None:
         return
-    current = transfer.sources.get(message.source)
-    candidates = [older for older in transfer.retiring if older.engine == message.source]
-    if current is not None:
-        candidates.append(current)
-    for source in candidates:
-        if source.attempt == message.attempt and not source.released:
-            forget_source(state, source, message.outcome or "released")
+    source = _source(transfer, message.source, message.attempt)
+    if source is not None and not source.released:
+        forget_source(state, source, message.outcome or "released")
     settle(state, transfer, now, out)
 
 
@@ -106,6 +95,20 @@ def resync(state: State, now: float) -> Effects:
         if isinstance(item, Transfer) and not item.live:
             _tell_again(item, out)
     return out
+
+
+def _source(transfer: Transfer, engine: EngineRef, attempt: int) -> Source | None:
+    """Find one attempt, replaced or not: the inputs read before a decision may be newer than those it was based on."""
+    current = transfer.sources.get(engine)
+    candidates = transfer.retiring if current is None else [current, *transfer.retiring]
+    return next((source for source in candidates if (source.engine, source.attempt) == (engine, attempt)), None)
+
+
+def _registration(transfer: Transfer, target: EngineRef, request_id: str, attempt: int) -> Registration | None:
+    current = transfer.registrations.get((target, request_id))
+    candidates = transfer.superseded if current is None else [current, *transfer.superseded]
+    wanted = ((target, request_id), attempt)
+    return next((found for found in candidates if (found.name, found.attempt) == wanted), None)
 
 
 def _tell_again(transfer: Transfer, out: Effects) -> None:

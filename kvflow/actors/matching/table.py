@@ -1,7 +1,5 @@
 """Find, admit and expire entries of the transfer table, and keep its index by engine."""
 
-import math
-
 from kvflow.actors.matching.model import State, Suspect, Transfer
 from kvflow.messages import EngineRef
 
@@ -28,13 +26,6 @@ def admit(state: State, transfer_id: str, engine: EngineRef, now: float) -> Tran
         unknown = state.suspects[engine] = Suspect(engine)
         state.timers.schedule(unknown, now + state.limits.engine_grace_s)
     return transfer
-
-
-def clamp_wait(seconds: float) -> float:
-    """Return a duration that can be added to a clock, whatever a message said."""
-    if not math.isfinite(seconds):
-        return MAX_WAIT_S
-    return min(max(seconds, 0.0), MAX_WAIT_S)
 
 
 def bury(state: State, transfer: Transfer, now: float) -> None:

@@ -3,7 +3,7 @@
 from kvflow.actors.matching.decide import Effects, arm, end, failure, settle, unbind
 from kvflow.actors.matching.effects import Emit, Fail, registration_event
 from kvflow.actors.matching.model import Registration, State, Transfer
-from kvflow.actors.matching.table import MAX_ATTEMPT, MAX_RANKS, MAX_TEXT, MAX_TOKENS, admit, bury, clamp_wait
+from kvflow.actors.matching.table import MAX_ATTEMPT, MAX_RANKS, MAX_TEXT, MAX_TOKENS, MAX_WAIT_S, admit, bury
 from kvflow.messages import (
     FailureReason,
     TargetCancelled,
@@ -26,7 +26,7 @@ def target_registered(state: State, now: float, message: TargetRegistered, out: 
             _refuse(message, "cancelled", "a newer attempt came before", out)
         return
     if not _plausible(message):
-        _refuse(message, "bad_registration", "range or ranks make no sense", out)
+        _refuse(message, "bad_registration", "its range, ranks or waits make no sense", out)
         return
     if message.target in state.gone:
         _refuse(message, "target_lost", "the engine has no card in the directory", out)
@@ -39,9 +39,7 @@ def target_registered(state: State, now: float, message: TargetRegistered, out: 
     if older is not None:
         supersede(older, message.attempt)
     registration = Registration(transfer, message.target, message.request_id, message.attempt, message)
-    registration.final = now + sum(
-        map(clamp_wait, (message.source_wait_s, message.compute_wait_s, message.transfer_wait_s))
-    )
+    registration.final = now + message.source_wait_s + message.compute_wait_s + message.transfer_wait_s
     transfer.registrations[name] = registration
     arm(state, registration, now)
     out.append(Emit(registration_event("registered", registration)))
@@ -157,6 +155,9 @@ def _plausible(message: TargetRegistered) -> bool:
         1 <= message.ranks <= MAX_RANKS
         and 0 <= message.start <= message.end <= message.prompt_tokens <= MAX_TOKENS
         and len(message.blocks) == len(message.first_blocks)
+        and 0.0 < message.source_wait_s <= MAX_WAIT_S  # false for NaN, which must not reach the timers
+        and 0.0 < message.compute_wait_s <= MAX_WAIT_S
+        and 0.0 < message.transfer_wait_s <= MAX_WAIT_S
     )
 
 
