@@ -9,6 +9,7 @@ What NIXL guarantees, and what follows from it (1.5, UCX backend):
 """
 
 import asyncio
+import os
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -59,6 +60,8 @@ class NixlDriver:
 
     def open(self, segments: Sequence[KvSegment]) -> bytes:
         """Start the agent, register memory and return NIXL's metadata."""
+        # NIXL writes every agent and backend to stderr unless told otherwise before it is loaded.
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
             from nixl import _api as nixl
         except ImportError as error:

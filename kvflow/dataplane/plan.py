@@ -146,7 +146,7 @@ class PairPlan:
         """Return the runs that copy the tokens [start, end); raise TransferError when a block table does not fit.
 
         Tables are per group of each side. `range_end` is where the whole transfer ends (default `end`): layers of a
-        window group need only the last tokens before it, whatever piece is asked for.
+        window group need only the blocks of the last tokens before it, whatever piece is asked for.
         """
         if not 0 <= start <= end:
             raise TransferError(f"token range [{start}, {end}) is malformed")
@@ -191,10 +191,14 @@ class PairPlan:
 
 
 def _first_needed(group: KvGroup, start: int, range_end: int) -> int:
-    """Return the first token of a piece that its group needs: the next token attends to `window_tokens` with itself."""
+    """Return the first token of a piece that its group needs: the next token attends to `window_tokens` with itself.
+
+    Rounded down to a whole target block, which is allocated as a whole and may hold its tokens in any order inside.
+    """
     if group.kind != "window":
         return start
-    return max(start, range_end - group.window_tokens + 1)
+    needed = max(0, range_end - group.window_tokens + 1)
+    return max(start, needed - needed % group.block_tokens)
 
 
 def _check_tables(tables: Sequence[BlockTable], geometry: KvGeometry, side: str) -> None:

@@ -88,14 +88,16 @@ def test_i6_blocks_are_paired_by_position() -> None:
         plan(cache(), cache()).runs(source, target, TOKENS, 4 * TOKENS)
 
 
-def test_a_window_needs_only_its_last_tokens_whatever_the_piece() -> None:
+def test_a_window_needs_only_its_last_blocks_whatever_the_piece() -> None:
     window = cache(window=5)
     pair = plan(window, window)
     assert len(pair.runs(table(1, 2), table(3, 4), 0, TOKENS, range_end=2 * TOKENS)) == 0
     runs = pair.runs(table(1, 2), table(3, 4), 0, 2 * TOKENS, range_end=2 * TOKENS)
-    assert runs.total_bytes == 4 * HEADS * ROW * LAYERS
+    assert runs.length.tolist() == [BLOCK_BYTES] * LAYERS
     # The blocks before the window may be gone on both sides.
     assert len(pair.runs(table(2, first=1), table(4, first=1), 0, 2 * TOKENS)) == len(runs)
+    # One token more and the window reaches into the block before.
+    assert len(pair.runs(table(1, 2), table(3, 9), 0, TOKENS + 4)) > len(runs)
 
 
 def test_an_empty_range_needs_nothing() -> None:
