@@ -29,12 +29,12 @@ from kvflow.actors.transfer.model import (
 )
 from kvflow.actors.transfer.peers import Peers
 from kvflow.actors.transfer.state import step
-from kvflow.bus.port import Bus
+from kvflow.bus.port import Bus, Subscription
 from kvflow.config import Settings
 from kvflow.dataplane.plan import BlockTable, PairPlan
 from kvflow.dataplane.port import NotifyFailed, PieceDone, PieceFailed, Plan, Runs, TransferAgent
 from kvflow.directory import Directory, DirectoryChange
-from kvflow.errors import KvflowError, WireError
+from kvflow.errors import BusError, KvflowError, WireError
 from kvflow.events import EventSink
 from kvflow.messages import (
     EngineProfile,
@@ -106,14 +106,7 @@ class TransferActor:
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; ready once subscribed."""
-        me, rank = self._profile.engine, self._profile.rank
-        to_rank = decoding_handler(self._mailbox, None, SourceProgress, TransferBound, TransferRevoked, SourceReleased)
-        from_scheduler = decoding_handler(self._mailbox, None, SourceOpened, SourceClosed)
-        subscriptions = [
-            await self._bus.subscribe(self._subjects.transfer(me, rank), to_rank),
-            await self._bus.subscribe(self._subjects.transfer(me), to_rank),
-            await self._bus.subscribe(self._subjects.control_source(me), from_scheduler),
-        ]
+        subscriptions = await self._subscribe()
         try:
             async with anyio.create_task_group() as tasks:
                 self._peers.attach(tasks)
@@ -124,6 +117,26 @@ class TransferActor:
             with anyio.move_on_after(1.0, shield=True):
                 for subscription in subscriptions:
                     await subscription.unsubscribe()
+
+    async def _subscribe(self) -> list[Subscription]:
+        me, subjects = self._profile.engine, self._subjects
+        to_rank = decoding_handler(self._mailbox, None, SourceProgress, TransferBound, TransferRevoked, SourceReleased)
+        from_scheduler = decoding_handler(self._mailbox, None, SourceOpened, SourceClosed)
+        subscriptions = [
+            await self._bus.subscribe(subjects.transfer(me, self._profile.rank), to_rank),
+            await self._bus.subscribe(subjects.transfer(me), to_rank),
+            await self._bus.subscribe(subjects.control_source(me), from_scheduler),
+        ]
+        try:
+            # The same once more, without gaps over reconnects: a missed seal would cost the transfer its time-out.
+            subscriptions.append(
+                await self._bus.replay(
+                    subjects.stream("control"), subjects.control_source(me), from_scheduler, since_s=0
+                )
+            )
+        except BusError as error:
+            log.info("control_stream_not_followed", engine=str(me), error=str(error))
+        return subscriptions
 
     async def _serve(self) -> None:
         tick_at = self._clock() + TICK_S
