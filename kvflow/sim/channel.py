@@ -20,7 +20,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig
     settings: Settings
-    attach_timeout_s: float = 20.0
+    attach_timeout_s: float = 60.0
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):

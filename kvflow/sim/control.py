@@ -55,6 +55,7 @@ class SimProcess:
         self._results: dict[str, RequestResult] = {}
         self._reports: list[EngineReport] = []
         self._ready: Ready | None = None
+        self._start_bound_s = START_MARGIN_S
         self.fatal: Fatal | None = None
         self.ended = False
 
@@ -185,22 +186,29 @@ class SimProcess:
         changed.set()
 
     async def begin(self, config: ProcessConfig) -> None:
-        """Hand the configuration over and wait until the engine is ready; raise SimProcessError when it is not."""
+        """Hand the configuration over."""
         stdin = self._process.stdin
         if stdin is None:
             raise SimProcessError(f"engine {self._name} has no stdin")
-        await stdin.send(encode_line(config))
-        bound_s = config.attach_timeout_s + START_MARGIN_S
-        await self._wait(lambda: self._ready is not None, bound_s, "its start")
+        self._start_bound_s = config.attach_timeout_s + START_MARGIN_S
+        try:
+            await stdin.send(encode_line(config))
+        except anyio.BrokenResourceError as error:
+            raise SimProcessError(f"engine {self._name} ended as it started") from error
+
+    async def wait_ready(self) -> None:
+        """Wait until the engine takes requests; raise SimProcessError when it does not get there."""
+        await self._wait(lambda: self._ready is not None, self._start_bound_s, "its start")
 
 
 @asynccontextmanager
 async def launch_engine(
-    config: ProcessConfig, on_result: Callable[[RequestResult], None] | None = None
+    config: ProcessConfig, on_result: Callable[[RequestResult], None] | None = None, *, wait: bool = True
 ) -> AsyncIterator[SimProcess]:
     """Run an engine process while the block runs; its log goes to this process's stderr.
 
-    Raises SimProcessError when it does not become ready.
+    Raises SimProcessError when it does not become ready. Without `wait` the caller has to call `wait_ready`: so several
+    engines can start at once.
     """
     command = [sys.executable, "-m", "kvflow.sim.process"]
     process = await anyio.open_process(command, stderr=None)
@@ -211,6 +219,8 @@ async def launch_engine(
             group.start_soon(engine.read_events)
             try:
                 await engine.begin(config)
+                if wait:
+                    await engine.wait_ready()
                 yield engine
             except Exception as error:  # noqa: BLE001 - raised below, where the task group does not wrap it
                 failure = error

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvflow.bus.connect import connect_bus
-from kvflow.bus.port import Bus, Delivery
+from kvflow.bus.port import Delivery
 from kvflow.config import ENV_PREFIX, SETTING_NAMES, Settings
 from kvflow.errors import KvflowError, WireError
 from kvflow.messages import Role, Subjects, TransferEvent, decode
@@ -32,7 +32,7 @@ from kvflow.sim.traffic import Deliveries, Traffic, TrafficReport
 
 log = structlog.get_logger()
 
-NODE_READY_S = 30.0
+NODE_READY_S = 60.0
 NODE_STOP_S = 20.0
 QUIET_S = 15.0
 MAX_READY_LINE = 64 * 1024
@@ -114,16 +114,20 @@ async def _run(settings: Settings, load: LoadConfig, layout: SimLayout, concurre
     own = Settings(
         cluster="demo", runtime_dir=str(Path(tempfile.gettempdir()) / f"kvflow-demo-{secrets.token_hex(6)}"),
         source_lease_s=QUIET_S / 2, placement=settings.placement, log_format=settings.log_format,
-        # By default a demo shows its result, not the log of its parts.
-        log_level="warning" if settings.log_level == "info" else settings.log_level,
+        # By default a demo shows its result, not the log of its parts: they warn of every cancelled transfer.
+        log_level="error" if settings.log_level == "info" else settings.log_level,
     )  # fmt: skip
     async with AsyncExitStack() as stack:
         own = await stack.enter_async_context(_node(own))
-        deliveries, bus = await stack.enter_async_context(_watch_deliveries(own))
-        source = await stack.enter_async_context(launch_engine(_engine(own, "prefill", "source", layout)))
-        target = await stack.enter_async_context(launch_engine(_engine(own, "decode", "target", layout)))
-        traffic = await _drive(Traffic(source, target), load, concurrency)
-        report = await traffic.report(deliveries, bus.flush, QUIET_S)
+        deliveries = await stack.enter_async_context(_watch_deliveries(own))
+        roles: tuple[Role, ...] = ("source", "target")
+        source, target = [
+            await stack.enter_async_context(launch_engine(_engine(own, role, layout), wait=False)) for role in roles
+        ]
+        await source.wait_ready()
+        await target.wait_ready()
+        traffic = await _drive(Traffic(source, target, layout.ranks), load, concurrency)
+        report = await traffic.report(deliveries, QUIET_S)
     good = report.passed and report.transfers + report.cancelled == load.transfers + load.aborts
     return DemoReport(ok=good, total_s=round(time.monotonic() - began, 3), traffic=report)
 
@@ -137,7 +141,8 @@ async def _drive(traffic: Traffic, load: LoadConfig, concurrency: int) -> Traffi
     return traffic
 
 
-def _engine(settings: Settings, name: str, role: Role, layout: SimLayout) -> ProcessConfig:
+def _engine(settings: Settings, role: Role, layout: SimLayout) -> ProcessConfig:
+    name = "prefill" if role == "source" else "decode"
     engine = EngineConfig(engine_id=name, roles=(role,), layout=layout, step_s=0.001, token_s=10e-6, idle_step_s=0.0005)
     return ProcessConfig(engine=engine, settings=settings)
 
@@ -193,7 +198,7 @@ def _environment(settings: Settings) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _watch_deliveries(settings: Settings) -> AsyncIterator[tuple[Deliveries, Bus]]:
+async def _watch_deliveries(settings: Settings) -> AsyncIterator[Deliveries]:
     """Add up the transfer events of the cluster while the block runs."""
     deliveries = Deliveries()
 
@@ -210,7 +215,7 @@ async def _watch_deliveries(settings: Settings) -> AsyncIterator[tuple[Deliverie
     try:
         await bus.subscribe(Subjects(settings.cluster).events_all(), take)
         await bus.flush()
-        yield deliveries, bus
+        yield deliveries
     finally:
         await bus.close()
 

@@ -2,7 +2,7 @@
 
 import collections
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import anyio
@@ -16,6 +16,8 @@ from kvflow.sim.load import PlannedTransfer
 from kvflow.sim.request import RequestResult, RequestSpec
 
 MILLISECONDS = 1000.0
+SOURCE_LEG, TARGET_LEG = "-source", "-target"
+EVENTS_WAIT_S = 3.0
 
 
 @dataclass(slots=True)
@@ -27,6 +29,8 @@ class Deliveries:
     descriptors: int = 0
     pieces: int = 0
     _seen: set[tuple[str, int, EngineRef | None, int]] = field(default_factory=set)
+    _more: anyio.Event | None = None
+    _ranks: "collections.Counter[str]" = field(default_factory=collections.Counter)
 
     def add(self, event: TransferEvent) -> None:
         """Take in any event."""
@@ -34,10 +38,25 @@ class Deliveries:
         if event.kind != "delivered" or key in self._seen:
             return
         self._seen.add(key)
+        self._ranks[event.transfer_id] += 1
         self.bytes_done += event.bytes_done
         self.bytes_early += event.bytes_early
         self.descriptors += event.descriptors
         self.pieces += event.pieces
+        if self._more is not None:
+            self._more.set()
+
+    async def missing(self, transfers: set[str], ranks: int, timeout_s: float) -> int:
+        """Wait until every transfer has the events of all source ranks; return how many lack some at the end.
+
+        A delivered event may be later than the arrival: the target hears by NIXL, and of the event by the bus.
+        """
+        late = set(transfers)
+        with anyio.move_on_after(timeout_s):
+            while late := {transfer for transfer in late if self._ranks[transfer] < ranks}:
+                self._more = anyio.Event()
+                await self._more.wait()
+        return len(late)
 
 
 class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +75,7 @@ class TrafficReport(msgspec.Struct, frozen=True, kw_only=True):
     bytes_early_share: float
     descriptors: int
     pieces: int
+    events_missing: int
     checked_bytes: int
     mismatched_bytes: int
     held_blocks: int
@@ -78,9 +98,11 @@ class Traffic:
 
     source: SimProcess
     target: SimProcess
+    source_ranks: int = 1
     timeout_s: float = 60.0
     on_progress: Callable[[], None] = lambda: None
     latencies_s: list[float] = field(default_factory=list)
+    arrived: set[str] = field(default_factory=set)
     ttfts_s: list[float] = field(default_factory=list)
     counts: "collections.Counter[str]" = field(default_factory=collections.Counter)
     failures: "collections.Counter[str]" = field(default_factory=collections.Counter)
@@ -109,7 +131,7 @@ class Traffic:
 
     async def _transfer(self, planned: PlannedTransfer) -> None:
         transfer_id = new_transfer_id()
-        legs = (f"{transfer_id}-source", f"{transfer_id}-target")
+        legs = (transfer_id + SOURCE_LEG, transfer_id + TARGET_LEG)
         source = RequestSpec(
             request_id=legs[0], prompt=planned.prompt, params={"transfer_id": transfer_id, "do_remote_decode": True}
         )
@@ -142,7 +164,7 @@ class Traffic:
         elif target.loads_failed:
             self.failures["the transfer failed and the target computed the prompt itself"] += 1
         elif target.received_at:
-            self.counts["arrived"] += 1
+            self.arrived.add(target.request_id.removesuffix(TARGET_LEG))
             self.counts["tokens_moved"] += target.external_tokens
             self.ttfts_s.append(target.first_token_at - min(source.submitted_at, target.submitted_at))
             both_ready_at = max(target.allocated_at, source.first_token_at)
@@ -152,19 +174,18 @@ class Traffic:
         else:
             self.failures["the target never asked for the transfer"] += 1
 
-    async def report(
-        self, deliveries: Deliveries, settle: Callable[[], Awaitable[None]], quiet_s: float
-    ) -> TrafficReport:
-        """Wait until both engines hold nothing and `settle` has let all events in, check all memory, and sum up."""
+    async def report(self, deliveries: Deliveries, quiet_s: float) -> TrafficReport:
+        """Wait until both engines hold nothing and all events are in, check all memory, and sum up."""
         source, target = await self.source.quiet(quiet_s), await self.target.quiet(quiet_s)
-        await settle()
+        missing = await deliveries.missing(self.arrived, self.source_ranks, EVENTS_WAIT_S)
         p50, p99 = _percentiles(self.latencies_s)
         share = deliveries.bytes_early / deliveries.bytes_done if deliveries.bytes_done else 0.0
         return TrafficReport(
-            transfers=self.counts["arrived"] + self.counts["already_there"], already_there=self.counts["already_there"],
+            transfers=len(self.arrived) + self.counts["already_there"], already_there=self.counts["already_there"],
             cancelled=self.counts["cancelled"], failed=self.failures.total(),
             tokens_moved=self.counts["tokens_moved"], bytes=deliveries.bytes_done,
             bytes_early_share=round(share, 4), descriptors=deliveries.descriptors, pieces=deliveries.pieces,
+            events_missing=missing,
             checked_bytes=source.checked_bytes + target.checked_bytes,
             mismatched_bytes=sum(
                 report.mismatched_bytes + report.stray_bytes for report in (source, target)

@@ -1,7 +1,9 @@
 """What the traffic counts as arrived, cancelled and failed."""
 
+import itertools
 import math
 
+import anyio
 import pytest
 
 from kvflow.messages import EngineRef, TransferEvent
@@ -11,6 +13,7 @@ from kvflow.sim.load import PlannedTransfer
 from kvflow.sim.request import RequestResult
 from kvflow.sim.traffic import Deliveries, Traffic
 
+NUMBERS = itertools.count()
 SOURCE = EngineRef(engine_id="p", incarnation="1")
 
 
@@ -34,8 +37,25 @@ def test_deliveries_count_each_rank_once() -> None:
     )
 
 
+@pytest.mark.anyio
+async def test_events_of_all_ranks_are_waited_for() -> None:
+    deliveries = Deliveries()
+    for event in (delivered("a"), delivered("a", rank=1), delivered("b")):
+        deliveries.add(event)
+    assert await deliveries.missing({"a"}, 2, 0.1) == 0
+    assert await deliveries.missing({"a", "b", "c"}, 2, 0.1) == 2
+    async with anyio.create_task_group() as group:
+        group.start_soon(deliver_soon, deliveries)
+        assert await deliveries.missing({"a", "b"}, 2, 5.0) == 0
+
+
+async def deliver_soon(deliveries: Deliveries) -> None:
+    await anyio.sleep(0.05)
+    deliveries.add(delivered("b", rank=1))
+
+
 def result(outcome: str = "finished", **times: float) -> RequestResult:
-    return RequestResult(request_id="r", outcome=outcome, output=[1], prompt_tokens=65, **times)  # type: ignore[arg-type]
+    return RequestResult(request_id=f"t{next(NUMBERS)}-target", outcome=outcome, output=[1], prompt_tokens=65, **times)  # type: ignore[arg-type]
 
 
 def planned(*, abort: bool = False) -> PlannedTransfer:
@@ -49,12 +69,12 @@ def traffic() -> Traffic:
 
 
 def test_latency_counts_from_when_both_were_ready(traffic: Traffic) -> None:
-    arrived = result(allocated_at=10.0, received_at=14.0, first_token_at=15.0, external_tokens=64, submitted_at=9.0)
-    traffic._count(planned(), result(first_token_at=13.5, submitted_at=8.0), arrived)
-    traffic._count(planned(), result(first_token_at=5.0, submitted_at=8.0), arrived)
+    for source_done in (13.5, 5.0):
+        arrived = result(allocated_at=10.0, received_at=14.0, first_token_at=15.0, external_tokens=64, submitted_at=9.0)
+        traffic._count(planned(), result(first_token_at=source_done, submitted_at=8.0), arrived)
     assert traffic.latencies_s == [0.5, 4.0]
     assert all(math.isclose(ttft, 7.0) for ttft in traffic.ttfts_s)
-    assert traffic.counts["arrived"] == 2
+    assert len(traffic.arrived) == 2
     assert traffic.counts["tokens_moved"] == 128
 
 
@@ -77,7 +97,7 @@ def test_a_full_hit_on_the_target_needs_no_transfer(traffic: Traffic) -> None:
 def test_everything_else_is_a_failure(traffic: Traffic, source: RequestResult, target: RequestResult) -> None:
     traffic._count(planned(), source, target)
     assert traffic.failures.total() == 1
-    assert not traffic.counts["arrived"]
+    assert not traffic.arrived
 
 
 def test_an_abort_is_cancelled_when_it_came_in_time(traffic: Traffic) -> None:
@@ -86,5 +106,5 @@ def test_an_abort_is_cancelled_when_it_came_in_time(traffic: Traffic) -> None:
     traffic._count(planned(abort=True), result(), result(received_at=1.0, external_tokens=64))
     traffic._count(planned(abort=True), result("rejected"), result("aborted"))
     assert traffic.counts["cancelled"] == 2
-    assert traffic.counts["arrived"] == 1
+    assert len(traffic.arrived) == 1
     assert traffic.failures.total() == 1
