@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -113,6 +114,20 @@ def eventually(check: Callable[[], Any], timeout_s: float = WAIT_S, what: str = 
             return result
         assert time.monotonic() < deadline, f"did not happen within {timeout_s} s: {what or check}"
         time.sleep(0.02)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process runs no more; its new parent may take its time to collect it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def all_end(processes: list[psutil.Process]) -> None:
+    """Wait until none of the processes runs."""
+    for process in processes:
+        eventually(partial(has_ended, process), what=f"{process} ends")
 
 
 def kvflow_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

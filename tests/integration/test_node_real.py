@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
-from node_support import Nodes, NodeUnderTest, eventually, make_profile
+from node_support import Nodes, NodeUnderTest, all_end, eventually, make_profile
 
 from kvflow.bus.connect import connect_bus
 from kvflow.config import Settings
@@ -119,7 +119,6 @@ def test_a_killed_node_leaves_nothing_with_real_agents(nodes: Nodes) -> None:
     assert isinstance(nodes.worker(node).attach(), Attached)
     family = node.family()
     node.process.kill()
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert not alive
+    all_end(family)
     eventually(lambda: not node.runtime.exists())
     assert {entry.name for entry in Path("/dev/shm").iterdir()} <= shared_before

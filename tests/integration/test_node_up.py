@@ -15,6 +15,7 @@ from node_support import (
     WAIT_S,
     FakeWorker,
     Nodes,
+    all_end,
     eventually,
     make_profile,
     run_cli,
@@ -228,9 +229,7 @@ def test_a_killed_node_leaves_nothing(nodes: Nodes) -> None:
     node.process.kill()
     assert stubborn.ended()
     assert not _maps_memory(stubborn.data_pid()), "the socket ends when nobody has the memory any more"
-    gone, alive = psutil.wait_procs(family, timeout=WAIT_S)
-    assert not alive, alive
-    assert len(gone) == 6
+    all_end(family)
     eventually(lambda: not node.runtime.exists(), what="the runtime folder is removed")
     assert _shared_memory() <= shared_before
     assert worker.stopped_cleanly()
@@ -312,8 +311,7 @@ def test_a_killed_node_on_an_external_server_leaves_nothing(nodes: Nodes, nats_u
     family = node.family()
     assert len(family) == 3
     node.process.kill()
-    _, alive = psutil.wait_procs(family, timeout=WAIT_S)
-    assert not alive
+    all_end(family)
     assert not node.runtime.exists()
 
 
