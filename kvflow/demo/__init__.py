@@ -17,12 +17,16 @@ def run_demo(
     """Show prefill on one vLLM engine and decode on another, compared with one engine alone; return the exit code.
 
     `lengths` are prompt lengths in tokens (empty: a choice that shows chunk-progressive push). The code is 0 only when
-    every answer has the same tokens and every prompt's KV really crossed. Everything is stopped and removed at the end.
+    every answer has the same tokens and every prompt's KV really crossed. Everything is stopped and removed at the end;
+    `keep` leaves the folder with the model and the logs.
     """
     import asyncio
 
     from kvflow.demo.show import PROMPT_LENGTHS, DemoOptions, until_interrupted
+    from kvflow.log import configure_logging
 
+    if settings.log_level == "info":  # the default: a demo shows its result, not the log of its parts
+        configure_logging(level="warning", log_format=settings.log_format, process="demo")
     options = DemoOptions(
         lengths=tuple(lengths) or PROMPT_LENGTHS, max_tokens=max_tokens, as_json=json, keep=keep, seed=seed
     )

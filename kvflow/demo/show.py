@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,11 +41,12 @@ PAIR_TIMEOUT_S = 60.0
 EVENTS_TIMEOUT_S = 5.0
 SPECIAL_TOKENS = 5
 WARM_UP_TOKENS = 64
+INTERRUPTED = 130  # as shells report SIGINT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """Hold what the user may choose. `keep` leaves everything running for the user's own requests until Ctrl-C."""
+    """Hold what the user may choose. `keep` leaves the folder with the model and the logs."""
 
     lengths: tuple[int, ...] = PROMPT_LENGTHS
     max_tokens: int = 24
@@ -60,27 +61,20 @@ async def show(settings: Settings, options: DemoOptions) -> int:
     Raises KvflowError when something does not start.
     """
     began = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="kvflow-demo-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        steps = Steps()
-        with steps:
-            with steps.step("making a tiny model"):
-                model = await anyio.to_thread.run_sync(ensure_model)
-            async with _running(settings, folder, model, steps) as (ours, alone, events, session):
-                with steps.step("sending requests"):
-                    rows = await _compare(session, ours, alone, events, options)
-                report = Report(
-                    ok=all(row.good for row in rows),
-                    total_s=round(time.monotonic() - began, 1),
-                    cores=len(os.sched_getaffinity(0)),
-                    model=TinyModel().key(),
-                    requests=tuple(rows),
-                )
-                _print(report, as_json=options.as_json)
-                if options.keep:
-                    sys.stderr.write(f"the router listens at {ours}; Ctrl-C ends the demo\n")
-                    await asyncio.Event().wait()
+    with _folder(keep=options.keep) as folder, Steps() as steps:
+        with steps.step("making a tiny model"):
+            model = await anyio.to_thread.run_sync(ensure_model, TinyModel(), folder)
+        async with _running(settings, folder, model, steps) as (ours, alone, events, session):
+            with steps.step("sending requests"):
+                rows = await _compare(session, ours, alone, events, options)
+    report = Report(
+        ok=all(row.good for row in rows),
+        total_s=round(time.monotonic() - began, 1),
+        cores=len(os.sched_getaffinity(0)),
+        model=TinyModel().key(),
+        requests=tuple(rows),
+    )
+    _print(report, as_json=options.as_json)
     return 0 if report.ok else 1
 
 
@@ -93,7 +87,7 @@ async def until_interrupted(settings: Settings, options: DemoOptions) -> int:
     try:
         return await task
     except asyncio.CancelledError:
-        return 0 if options.keep else 130
+        return INTERRUPTED
 
 
 @contextlib.asynccontextmanager
@@ -197,6 +191,19 @@ async def _compare(
             await events.wait_ended(answer.transfer_id, within_s=EVENTS_TIMEOUT_S)
         rows.append(row_of(length, answer, expected, events.of(answer.transfer_id)))
     return rows
+
+
+@contextlib.contextmanager
+def _folder(*, keep: bool) -> Iterator[Path]:
+    """Give the demo a folder of its own, and remove it at the end unless told to keep it."""
+    folder = Path(tempfile.mkdtemp(prefix="kvflow-demo-"))
+    try:
+        yield folder
+    finally:
+        if keep:
+            sys.stderr.write(f"model and logs are in {folder}\n")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _stop_all(processes: Sequence[GuardedProcess]) -> None:

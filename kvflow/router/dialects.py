@@ -91,7 +91,7 @@ class NixlPull:
 
 
 class NixlPush:
-    """Drive `NixlPushConnector`: both legs at once under one request id, decode knowing the prefill engine's address."""
+    """Drive `NixlPushConnector`: both legs at once under one request id, decode knowing prefill's address."""
 
     late = False
     movable = False
