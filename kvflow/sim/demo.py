@@ -143,7 +143,7 @@ async def _drive(traffic: Traffic, load: LoadConfig, concurrency: int) -> Traffi
 
 def _engine(settings: Settings, role: Role, layout: SimLayout) -> ProcessConfig:
     name = "prefill" if role == "source" else "decode"
-    engine = EngineConfig(engine_id=name, roles=(role,), layout=layout, step_s=0.001, token_s=10e-6, idle_step_s=0.0005)
+    engine = EngineConfig(engine_id=name, roles=(role,), layout=layout, step_s=0.001, token_s=30e-6, idle_step_s=0.0005)
     return ProcessConfig(engine=engine, settings=settings)
 
 

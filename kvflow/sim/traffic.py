@@ -4,6 +4,7 @@ import collections
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import anyio
 import msgspec
@@ -22,38 +23,41 @@ EVENTS_WAIT_S = 3.0
 
 @dataclass(slots=True)
 class Deliveries:
-    """Add up the `delivered` events of all source ranks; one that comes twice counts once."""
+    """Keep the latest totals of each binding on each source rank, from its `progress` and `delivered` events.
 
-    bytes_done: int = 0
-    bytes_early: int = 0
-    descriptors: int = 0
-    pieces: int = 0
-    _seen: set[tuple[str, int, EngineRef | None, int]] = field(default_factory=set)
+    Totals only grow, so events may come twice or out of order. A source that is released right after its last byte need
+    not say `delivered` any more: its last `progress` then has the same totals.
+    """
+
+    latest: dict[tuple[str, int, EngineRef | None, int], TransferEvent] = field(default_factory=dict)
+    _whole: dict[str, set[int]] = field(default_factory=dict)
     _more: anyio.Event | None = None
-    _ranks: "collections.Counter[str]" = field(default_factory=collections.Counter)
 
     def add(self, event: TransferEvent) -> None:
         """Take in any event."""
-        key = (event.transfer_id, event.binding, event.source, event.rank)
-        if event.kind != "delivered" or key in self._seen:
+        if event.kind not in {"progress", "delivered"}:
             return
-        self._seen.add(key)
-        self._ranks[event.transfer_id] += 1
-        self.bytes_done += event.bytes_done
-        self.bytes_early += event.bytes_early
-        self.descriptors += event.descriptors
-        self.pieces += event.pieces
+        key = (event.transfer_id, event.binding, event.source, event.rank)
+        known = self.latest.get(key)
+        if known is None or event.bytes_done >= known.bytes_done:
+            self.latest[key] = event
+        if event.kind == "delivered" or event.tokens >= event.tokens_total:
+            self._whole.setdefault(event.transfer_id, set()).add(event.rank)
         if self._more is not None:
             self._more.set()
 
-    async def missing(self, transfers: set[str], ranks: int, timeout_s: float) -> int:
-        """Wait until every transfer has the events of all source ranks; return how many lack some at the end.
+    def total(self, name: Literal["bytes_done", "bytes_early", "descriptors", "pieces"]) -> int:
+        """Return the sum of one number over all bindings and ranks."""
+        return sum(int(getattr(event, name)) for event in self.latest.values())
 
-        A delivered event may be later than the arrival: the target hears by NIXL, and of the event by the bus.
+    async def missing(self, transfers: set[str], ranks: int, timeout_s: float) -> int:
+        """Wait until all source ranks of every transfer have said that all is written; return how many have not.
+
+        Such an event may be later than the arrival: the target hears by NIXL, and of the event by the bus.
         """
         late = set(transfers)
         with anyio.move_on_after(timeout_s):
-            while late := {transfer for transfer in late if self._ranks[transfer] < ranks}:
+            while late := {transfer for transfer in late if len(self._whole.get(transfer, ())) < ranks}:
                 self._more = anyio.Event()
                 await self._more.wait()
         return len(late)
@@ -179,12 +183,13 @@ class Traffic:
         source, target = await self.source.quiet(quiet_s), await self.target.quiet(quiet_s)
         missing = await deliveries.missing(self.arrived, self.source_ranks, EVENTS_WAIT_S)
         p50, p99 = _percentiles(self.latencies_s)
-        share = deliveries.bytes_early / deliveries.bytes_done if deliveries.bytes_done else 0.0
+        moved = deliveries.total("bytes_done")
         return TrafficReport(
             transfers=len(self.arrived) + self.counts["already_there"], already_there=self.counts["already_there"],
             cancelled=self.counts["cancelled"], failed=self.failures.total(),
-            tokens_moved=self.counts["tokens_moved"], bytes=deliveries.bytes_done,
-            bytes_early_share=round(share, 4), descriptors=deliveries.descriptors, pieces=deliveries.pieces,
+            tokens_moved=self.counts["tokens_moved"], bytes=moved,
+            bytes_early_share=round(deliveries.total("bytes_early") / moved, 4) if moved else 0.0,
+            descriptors=deliveries.total("descriptors"), pieces=deliveries.total("pieces"),
             events_missing=missing,
             checked_bytes=source.checked_bytes + target.checked_bytes,
             mismatched_bytes=sum(

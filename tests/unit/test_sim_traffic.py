@@ -17,24 +17,24 @@ NUMBERS = itertools.count()
 SOURCE = EngineRef(engine_id="p", incarnation="1")
 
 
-def delivered(transfer: str, rank: int = 0, binding: int = 1, kind: TransferEventKind = "delivered") -> TransferEvent:
+def delivered(
+    transfer: str, rank: int = 0, binding: int = 1, kind: TransferEventKind = "delivered", done: int = 100
+) -> TransferEvent:
     return TransferEvent(
         kind=kind, transfer_id=transfer, at=0.0, actor="transfer", binding=binding, source=SOURCE, rank=rank,
-        bytes_done=100, bytes_early=40, descriptors=3, pieces=2,
+        tokens=done, tokens_total=100, bytes_done=done, bytes_early=40, descriptors=3, pieces=2,
     )  # fmt: skip
 
 
-def test_deliveries_count_each_rank_once() -> None:
+def test_deliveries_count_each_rank_once_and_keep_the_last_totals() -> None:
     deliveries = Deliveries()
+    deliveries.add(delivered("a", kind="progress", done=60))
     for event in (delivered("a"), delivered("a"), delivered("a", rank=1), delivered("b"), delivered("b", binding=2)):
         deliveries.add(event)
-    deliveries.add(delivered("c", kind="progress"))
-    assert (deliveries.bytes_done, deliveries.bytes_early, deliveries.descriptors, deliveries.pieces) == (
-        400,
-        160,
-        12,
-        8,
-    )
+    deliveries.add(delivered("a", kind="progress", done=80))
+    deliveries.add(delivered("c", kind="started"))
+    assert [deliveries.total("bytes_done"), deliveries.total("bytes_early")] == [400, 160]
+    assert [deliveries.total("descriptors"), deliveries.total("pieces")] == [12, 8]
 
 
 @pytest.mark.anyio
@@ -42,6 +42,7 @@ async def test_events_of_all_ranks_are_waited_for() -> None:
     deliveries = Deliveries()
     for event in (delivered("a"), delivered("a", rank=1), delivered("b")):
         deliveries.add(event)
+    deliveries.add(delivered("b", rank=1, kind="progress", done=99))
     assert await deliveries.missing({"a"}, 2, 0.1) == 0
     assert await deliveries.missing({"a", "b", "c"}, 2, 0.1) == 2
     async with anyio.create_task_group() as group:
@@ -51,7 +52,7 @@ async def test_events_of_all_ranks_are_waited_for() -> None:
 
 async def deliver_soon(deliveries: Deliveries) -> None:
     await anyio.sleep(0.05)
-    deliveries.add(delivered("b", rank=1))
+    deliveries.add(delivered("b", rank=1, kind="progress"))
 
 
 def result(outcome: str = "finished", **times: float) -> RequestResult:
