@@ -129,6 +129,10 @@ def _record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_module, "CompletionActor", Completion)
 
 
+def _pieces_done(conductor: Conductor) -> int:
+    return len([event for event in conductor.of(TransferEvent) if event.kind == "progress"])
+
+
 async def _completed(world: World, transfer: str, ranks: int) -> None:
     # Each rank's completion goes to its worker and to matching.
     await eventually(lambda: len(world.conductor.of(TransferCompleted, transfer)) == 2 * ranks)
@@ -145,12 +149,12 @@ async def test_i5_chunks_arrive_while_the_source_computes_and_every_byte_is_righ
         await conductor.opened(source, "t", tokens)
         await conductor.bound(source, target, "t", theirs, 0, end)
         known = done = 0
-        for final in (50, 51, 130, 200):
+        for final, pieces in ((50, 1), (51, 1), (130, 2), (200, 3)):
             source.write(0, kv, mine, done, final)
             blocks = mine[: -(-final // source.block_tokens)]
             await conductor.progress(source, "t", blocks, final, known=known, last=final == tokens)
             known, done = len(blocks), final
-            await anyio.sleep(0.02)
+            await eventually(lambda pieces=pieces: _pieces_done(conductor) == pieces)  # type: ignore[misc]
         assert not conductor.of(TransferCompleted), "not sealed yet"
         await conductor.closed(source, "t")
         await _completed(world, "t", 1)

@@ -95,7 +95,7 @@ async def test_bytes_cross_between_processes_and_idle_ones_cost_no_cpu(
             await conductor.released(source, name)
         assert len(conductor.of(TransferDelivered)) == 20
         # A bound far above the milliseconds that it takes, for slow machines.
-        assert statistics.median(waits) < 1.0
+        assert statistics.median(waits) < 5.0
         await anyio.sleep(1.5)
         before = [sum(process.cpu_times()[:2]) for process in (writer, reader)]
         await anyio.sleep(2.0)

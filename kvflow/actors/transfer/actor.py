@@ -114,6 +114,7 @@ class TransferActor:
                 task_status.started()
                 await self._serve()
         finally:
+            self._peers.attach(None)
             with anyio.move_on_after(1.0, shield=True):
                 for subscription in subscriptions:
                     await subscription.unsubscribe()

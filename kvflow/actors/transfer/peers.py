@@ -71,8 +71,8 @@ class Peers:
         self._limiter = anyio.CapacityLimiter(MAX_CONNECTING)
         self._tasks: anyio.abc.TaskGroup | None = None
 
-    def attach(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Run connections in this task group from now on."""
+    def attach(self, tasks: anyio.abc.TaskGroup | None) -> None:
+        """Run connections in this task group from now on; None ends that, and changes are only noted."""
         self._tasks = tasks
 
     def tie(self, target: EngineRef, rank: int) -> Tie | None:
