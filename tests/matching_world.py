@@ -217,7 +217,9 @@ class World:
                 self.tell(effect.message.source, effect.message)
             elif isinstance(effect, Fail):
                 failed = effect.message
-                self.free((failed.transfer_id, failed.target, failed.request_id, failed.target_attempt))
+                key = (failed.transfer_id, failed.target, failed.request_id, failed.target_attempt)
+                self.endings[key].append("told")
+                self.free(key)
             elif isinstance(effect, Release):
                 self._release(effect.message)
         self.check_one_writer()
@@ -312,6 +314,7 @@ class World:
         if len(self.arrivals[bound.binding]) == self.ranks[owner.engine_id] and self.engines[name] == bound.target:
             if key_of(bound) not in self.freed:
                 self.free(key_of(bound))
+            self.endings[key_of(bound)].append("told")  # by its completion actors
             for target_rank in range(self.ranks[name]):
                 self.log.append(completed(bound, target_rank))
 
@@ -323,7 +326,7 @@ class World:
             self.advance(1.0)
             self.match(len(self.log))
         for key in self.offers:
-            endings = [kind for kind in self.endings[key] if kind != "rejected"]
+            endings = [kind for kind in self.endings[key] if kind not in ("rejected", "told")]
             assert self.endings[key], f"I4: {key} never ended"
             assert len(endings) <= 1 or self.taken_over, f"I4: {key} ended as {endings}"
         state = self.state

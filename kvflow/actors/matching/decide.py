@@ -4,6 +4,7 @@
 order of arrival leads to the same decisions. It costs as much as the transfer has parts, however many are live.
 """
 
+from kvflow.actors.matching.describe import registration_event, source_event
 from kvflow.actors.matching.effects import (
     Bind,
     Effect,
@@ -11,8 +12,6 @@ from kvflow.actors.matching.effects import (
     Fail,
     Release,
     Revoke,
-    registration_event,
-    source_event,
 )
 from kvflow.actors.matching.model import Binding, Registration, Source, State, Transfer
 from kvflow.actors.matching.table import bury

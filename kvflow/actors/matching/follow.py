@@ -15,12 +15,28 @@ from kvflow.actors.matching.decide import (
     settle,
     unbind,
 )
-from kvflow.actors.matching.effects import Bind
-from kvflow.actors.matching.model import Registration, Source, State, Transfer
+from kvflow.actors.matching.effects import Bind, Fail, Release
+from kvflow.actors.matching.model import Answer, Registration, Source, State, Transfer
 from kvflow.messages import EngineRef, SourceReleased, TransferBound, TransferFailed, TransferRevoked
 
 # Told again at a take-over: a crash may have come between the record of a decision and its sending.
 RESENT_ENDINGS = 256
+MAX_OWED = 4096
+
+
+def keep_answers(state: State, out: Effects) -> None:
+    """Keep what a following state would answer at once, until the leader's record shows that it has."""
+    for effect in out:
+        if isinstance(effect, Fail | Release):
+            state.owed[_answer(effect.message)] = effect
+            if len(state.owed) > MAX_OWED:
+                del state.owed[next(iter(state.owed))]
+
+
+def _answer(message: TransferFailed | SourceReleased) -> Answer:
+    if isinstance(message, TransferFailed):
+        return message.transfer_id, message.target, message.request_id, message.target_attempt
+    return message.transfer_id, message.source, message.request_id, message.attempt
 
 
 def decided_bind(state: State, now: float, message: TransferBound, out: Effects) -> None:  # noqa: ARG001
@@ -59,6 +75,7 @@ def decided_revoke(state: State, now: float, message: TransferRevoked, out: Effe
 
 def decided_fail(state: State, now: float, message: TransferFailed, out: Effects) -> None:
     """Take over the failure of a registration that was decided before."""
+    state.owed.pop(_answer(message), None)
     transfer = state.transfers.get(message.transfer_id)
     if not state.following or transfer is None:
         return
@@ -74,6 +91,7 @@ def decided_fail(state: State, now: float, message: TransferFailed, out: Effects
 
 def decided_release(state: State, now: float, message: SourceReleased, out: Effects) -> None:
     """Take over the release of a source that was decided before."""
+    state.owed.pop(_answer(message), None)
     transfer = state.transfers.get(message.transfer_id)
     if not state.following or transfer is None:
         return
@@ -94,6 +112,8 @@ def resync(state: State, now: float) -> Effects:
     for _, item in list(state.tombstones)[-RESENT_ENDINGS:]:
         if isinstance(item, Transfer) and not item.live:
             _tell_again(item, out)
+    out += state.owed.values()
+    state.owed.clear()
     return out
 
 

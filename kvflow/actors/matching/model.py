@@ -5,8 +5,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvflow.actors.matching.effects import Fail, Release
 from kvflow.messages import EngineRef, FailureReason, SourceOpened, TargetRegistered, TransferBound
 
+Answer = tuple[str, EngineRef, str, int]  # transfer id, engine, request id, attempt
 TargetName = tuple[EngineRef, str]  # the target engine and its request id
 
 _COMPACT_FROM = 64
@@ -228,6 +230,7 @@ class State:
     incompatible: dict[EngineRef, dict[EngineRef, str]] = field(default_factory=dict)
     tombstones: deque[tuple[float, Transfer | EngineRef]] = field(default_factory=deque)
     timers: Timers = field(default_factory=Timers)
+    owed: dict[Answer, Fail | Release] = field(default_factory=dict)  # answers that nobody is known to have given
 
     def next_deadline(self) -> float | None:
         """Return when the next Tick is worth sending, or None."""

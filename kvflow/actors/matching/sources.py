@@ -1,9 +1,10 @@
 """What a source engine's scheduler says: a source opens, and a source closes."""
 
 from kvflow.actors.matching.decide import Effects, arm, released, settle
-from kvflow.actors.matching.effects import Emit, source_event
+from kvflow.actors.matching.describe import source_event
+from kvflow.actors.matching.effects import Emit
 from kvflow.actors.matching.model import Source, State, Transfer
-from kvflow.actors.matching.table import MAX_ATTEMPT, MAX_RANKS, MAX_TEXT, MAX_TOKENS, admit, bury
+from kvflow.actors.matching.table import MAX_ATTEMPT, MAX_RANKS, MAX_TEXT, MAX_TOKENS, admit, bury, is_full
 from kvflow.messages import SourceClosed, SourceOpened, TransferEvent
 
 
@@ -11,14 +12,14 @@ def source_opened(state: State, now: float, message: SourceOpened, out: Effects)
     """Add a source, or replace an older attempt of the same engine."""
     if not _plausible(message):
         return
-    if message.source in state.gone:
+    if message.source in state.gone and not state.following:
         out.append(_rejected(message, "unknown_engine", "the engine has no card in the directory"))
         return
     transfer = state.transfers.get(message.transfer_id)
     older = transfer.sources.get(message.source) if transfer is not None else None
     if older is not None and message.attempt <= older.attempt:
         return
-    if transfer is not None and older is None and len(transfer.sources) >= state.limits.max_sources:
+    if transfer is not None and older is None and is_full(state, transfer.sources, state.limits.max_sources):
         out.append(_rejected(message, "overloaded", "too many sources for one transfer"))
         return
     transfer = admit(state, message.transfer_id, message.source, now)
@@ -85,7 +86,7 @@ def _closed_unknown(state: State, now: float, message: SourceClosed, out: Effect
     if not transfer.live:
         bury(state, transfer, now)
     older = transfer.sources.get(message.source)
-    if older is None and len(transfer.sources) >= state.limits.max_sources:
+    if older is None and is_full(state, transfer.sources, state.limits.max_sources):
         return
     if older is not None:
         supersede(state, older)

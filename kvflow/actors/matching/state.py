@@ -68,7 +68,8 @@ def step(state: State, event: Input) -> Effects:
     else:
         assert_never(event)
     if state.following:
-        out.clear()  # whoever leads has told everybody
+        follow.keep_answers(state, out)
+        return []  # whoever leads has told everybody
     return out
 
 

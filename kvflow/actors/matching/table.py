@@ -1,5 +1,7 @@
 """Find, admit and expire entries of the transfer table, and keep its index by engine."""
 
+from collections.abc import Sized
+
 from kvflow.actors.matching.model import State, Suspect, Transfer
 from kvflow.messages import EngineRef
 
@@ -14,7 +16,7 @@ def admit(state: State, transfer_id: str, engine: EngineRef, now: float) -> Tran
     """Return the live entry of a transfer for this engine to join, or None when the table is full."""
     transfer = state.transfers.get(transfer_id)
     if transfer is None or not transfer.live:
-        if state.live >= state.limits.max_live:
+        if state.live >= state.limits.max_live and not state.following:
             return None
         if transfer is None:
             transfer = Transfer(transfer_id)
@@ -26,6 +28,11 @@ def admit(state: State, transfer_id: str, engine: EngineRef, now: float) -> Tran
         unknown = state.suspects[engine] = Suspect(engine)
         state.timers.schedule(unknown, now + state.limits.engine_grace_s)
     return transfer
+
+
+def is_full(state: State, entries: Sized, limit: int) -> bool:
+    """Return whether a table takes no more. A follower refuses nothing: its leader may have let it in."""
+    return len(entries) >= limit and not state.following
 
 
 def bury(state: State, transfer: Transfer, now: float) -> None:

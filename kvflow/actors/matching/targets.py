@@ -1,9 +1,10 @@
 """What a target says: it registers blocks, gives them up, or has received every byte."""
 
 from kvflow.actors.matching.decide import Effects, arm, end, failure, settle, unbind
-from kvflow.actors.matching.effects import Emit, Fail, registration_event
+from kvflow.actors.matching.describe import registration_event
+from kvflow.actors.matching.effects import Emit, Fail
 from kvflow.actors.matching.model import Registration, State, Transfer
-from kvflow.actors.matching.table import MAX_ATTEMPT, MAX_RANKS, MAX_TEXT, MAX_TOKENS, MAX_WAIT_S, admit, bury
+from kvflow.actors.matching.table import MAX_ATTEMPT, MAX_RANKS, MAX_TEXT, MAX_TOKENS, MAX_WAIT_S, admit, bury, is_full
 from kvflow.messages import (
     FailureReason,
     TargetCancelled,
@@ -28,10 +29,14 @@ def target_registered(state: State, now: float, message: TargetRegistered, out: 
     if not _plausible(message):
         _refuse(message, "bad_registration", "its range, ranks or waits make no sense", out)
         return
-    if message.target in state.gone:
+    if message.target in state.gone and not state.following:
         _refuse(message, "target_lost", "the engine has no card in the directory", out)
         return
-    full = transfer is not None and older is None and len(transfer.registrations) >= state.limits.max_registrations
+    full = (
+        transfer is not None
+        and older is None
+        and is_full(state, transfer.registrations, state.limits.max_registrations)
+    )
     transfer = None if full else admit(state, message.transfer_id, message.target, now)
     if transfer is None:
         _refuse(message, "overloaded", "too many live transfers or registrations", out)
@@ -120,7 +125,7 @@ def _cancelled_unknown(state: State, now: float, message: TargetCancelled, out: 
         bury(state, transfer, now)
     name = (message.target, message.request_id)
     older = transfer.registrations.get(name)
-    if older is None and len(transfer.registrations) >= state.limits.max_registrations:
+    if older is None and is_full(state, transfer.registrations, state.limits.max_registrations):
         _refuse(message, "cancelled", "no such registration", out)
         return
     if older is not None:
