@@ -148,8 +148,8 @@ async def run_rank_over(
     from kvflow.dataplane.nixl_agent import NixlAgent
 
     inbox = AgentInbox()
-    make = partial(NixlAgent, agent_name(profile), ranges, inbox, loop=asyncio.get_running_loop(), settings=settings)
-    agent = await anyio.to_thread.run_sync(make)  # registering gigabytes takes a while
+    loop = asyncio.get_running_loop()
+    agent = await _made(partial(NixlAgent, agent_name(profile), ranges, inbox, loop=loop, settings=settings))
     try:
         await run_rank(
             bus=bus, settings=settings, profile=profile, agent=agent, inbox=inbox, placement=placement, ready=ready
@@ -158,6 +158,19 @@ async def run_rank_over(
         # The agent bounds its own close; a cancellation must not leave WRITEs behind.
         with anyio.CancelScope(shield=True):
             await agent.close()
+
+
+async def _made(make: Callable[[], TransferAgent]) -> TransferAgent:
+    """Make an agent on a thread, since registering gigabytes takes a while; cancelled, close what comes out."""
+    making = asyncio.ensure_future(asyncio.to_thread(make))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait({making})
+            if making.exception() is None:
+                await making.result().close()
+        raise
 
 
 def agent_name(profile: EngineProfile) -> str:

@@ -1,5 +1,7 @@
 """The transfer actor's driver, its ties to targets and the outbox, over an in-memory bus and a scripted agent."""
 
+import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from kvflow.actors.completion.actor import CompletionActor
 from kvflow.actors.outbox import Outbox
-from kvflow.actors.rank import AgentInbox
+from kvflow.actors.rank import AgentInbox, run_rank_over
 from kvflow.actors.transfer.actor import TransferActor
 from kvflow.bus.memory import MemoryBroker, MemoryBus
 from kvflow.bus.port import Delivery, StreamSpec
@@ -400,3 +402,32 @@ async def test_the_inbox_hands_events_to_whom_they_concern() -> None:
         await rig.bus.publish(SUBJECTS.completion(TARGET), encode(SEAL))
         await until(lambda: completion.malformed == 3)
         tasks.cancel_scope.cancel()
+
+
+async def test_an_agent_that_is_made_while_its_rank_is_cancelled_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = threading.Event()
+    closed: list[str] = []
+
+    class SlowAgent(ScriptedAgent):
+        def __init__(self, name: str, *_: object, **__: object) -> None:
+            super().__init__()
+            made.wait(5)
+
+        async def close(self) -> None:
+            closed.append("closed")
+
+    monkeypatch.setattr("kvflow.dataplane.nixl_agent.NixlAgent", SlowAgent)
+    running = asyncio.ensure_future(
+        run_rank_over(
+            bus=MemoryBus(MemoryBroker()), settings=SETTINGS, profile=profile(SOURCE, "source"), ranges=[],
+            placement="engine", ready=lambda: None,
+        )
+    )  # fmt: skip
+    await anyio.sleep(0.05)
+    running.cancel()
+    await anyio.sleep(0.05)
+    assert not running.done()
+    made.set()
+    await asyncio.wait({running}, timeout=5)
+    assert running.cancelled()
+    assert closed == ["closed"]

@@ -98,19 +98,18 @@ class Peers:
         engine = card.engine
         if engine == self._profile.engine:
             # Now that this source has one more rank known, targets that waited for it may be complete.
-            for target in self._directory.engines():
-                self._greet(target)
+            for target, cards in self._directory.engines().items():
+                self._greet(target, cards)
             return
         tie = self.tie(engine, card.rank)
         if tie is not None and (tie.card.agent, tie.card.nixl_metadata) != (card.agent, card.nixl_metadata):
             self._retire(engine, f"the agent of rank {card.rank} of {engine} was replaced")
-        self._greet(engine)
+        self._greet(engine, self._cards_of(engine))
 
-    def _greet(self, target: EngineRef) -> None:
-        if target == self._profile.engine or target in self._ties or self._siblings() is None:
+    def _greet(self, target: EngineRef, cards: tuple[EngineCard, ...] | None) -> None:
+        if cards is None or target == self._profile.engine or target in self._ties:
             return
-        cards = self._cards_of(target)
-        if cards is not None and "target" in cards[0].profile.roles:
+        if "target" in cards[0].profile.roles and self._siblings() is not None:
             self.want(target)
 
     def _retire(self, target: EngineRef, detail: str) -> None:
