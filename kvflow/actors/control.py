@@ -5,6 +5,7 @@ from collections.abc import Callable
 import anyio
 
 from kvflow.actors.matching.actor import MatchingActor
+from kvflow.actors.matching.leader import Leadership
 from kvflow.actors.registration.actor import RegistrationActor
 from kvflow.bus.port import Bus
 from kvflow.config import Settings
@@ -17,7 +18,9 @@ CONTROL_ACTORS = frozenset({"registration", "matching"})
 async def run_control(*, bus: Bus, settings: Settings, actors: set[str], ready: Callable[[], None]) -> None:
     """Run the named actors until cancelled, and call `ready` once when all of them serve.
 
-    Raises ConfigError for a name that is no control actor, and BusError (in a group) when the bus refuses.
+    Any number of processes may do so in one cluster: they share registration, and of those that match one leads while
+    the others stand by. Raises ConfigError for a name that is no control actor, and BusError (in a group) when the bus
+    refuses.
     """
     unknown = actors - CONTROL_ACTORS
     if unknown or not actors:
@@ -29,8 +32,12 @@ async def run_control(*, bus: Bus, settings: Settings, actors: set[str], ready: 
     try:
         async with anyio.create_task_group() as tasks:
             if "matching" in actors:
+                leadership = Leadership(bus, settings.cluster)
+                await tasks.start(leadership.run)
                 for shard in range(settings.shards):
-                    matching = MatchingActor(bus=bus, settings=settings, directory=directory, shard=shard)
+                    matching = MatchingActor(
+                        bus=bus, settings=settings, directory=directory, shard=shard, leadership=leadership
+                    )
                     await tasks.start(matching.run)
             if "registration" in actors:  # last: what it lets in finds matching at work
                 await tasks.start(RegistrationActor(bus=bus, settings=settings, directory=directory).run)

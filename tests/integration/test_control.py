@@ -263,3 +263,24 @@ async def test_a_restarted_transfer_actor_counts_as_lost(make_bus: MakeBus) -> N
 async def test_only_control_actors_can_be_run() -> None:
     with pytest.raises(ConfigError):
         await run_control(bus=MemoryBus(), settings=Settings(), actors={"transfer"}, ready=lambda: None)
+
+
+async def test_i1_one_of_two_control_processes_leads_and_the_other_takes_over(make_bus: MakeBus) -> None:
+    async with cluster(make_bus) as c, make_bus(c.settings) as other_bus:
+        second = Cluster(other_bus, c.settings, c.directory)
+        async with second.control():
+            async with c.control():
+                await c.register(offer())
+                await c.send("source", P, opened("t", P))
+                first = (await c.hear("transfer", TransferBound))[0]
+                await anyio.sleep(0.3)
+                assert c.heard["transfer"] == [first], "two processes took the same decision"
+            await c.send("source", P, closed("t", P))
+            assert isinstance(first, TransferBound)
+            await c.send("report", P, delivered("t", first.binding, P))
+            await c.hear("source", SourceReleased)
+        async with c.control():
+            await c.send("report", D, completed(first))
+            await c.register(offer("u"))
+            await c.send("source", P, opened("u", P))
+            await c.hear("transfer", TransferBound, 2)

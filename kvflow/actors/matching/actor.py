@@ -6,6 +6,7 @@ order, so that a successor which replays the stream knows at least what anybody 
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import anyio
 import anyio.abc
@@ -16,6 +17,7 @@ from kvflow.actors.base import Mailbox, decoding_handler
 from kvflow.actors.matching.effects import Bind, Decision, Effect, Emit, Fail, Release, Revoke
 from kvflow.actors.matching.fleet import Fleet
 from kvflow.actors.matching.inputs import Input, Received, Tick
+from kvflow.actors.matching.leader import Leadership
 from kvflow.actors.matching.model import Limits, State
 from kvflow.actors.matching.state import HANDLERS, resync, step
 from kvflow.bus.port import Bus, StreamSpec, Subscription
@@ -30,7 +32,16 @@ DIRECTORY_WAIT_S = 5.0
 RETRY_FIRST_S = 0.05
 RETRY_MAX_S = 1.0
 BATCH = 512
+REFUSALS = 3
 SMALLEST_WAIT_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChanged:
+    """Wake the actor: it may have to lead, or to follow."""
+
+
+Item = AnyMessage | DirectoryChange | RoleChanged
 
 log = structlog.get_logger()
 
@@ -45,16 +56,18 @@ class MatchingActor:
         settings: Settings,
         directory: Directory,
         shard: int,
+        leadership: Leadership | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
         self._settings = settings
         self._directory = directory
         self._shard = shard
+        self._leadership = leadership
         self._clock = clock
         self._subjects = Subjects(settings.cluster)
         self._events = EventSink(bus, self._subjects, "matching")
-        self._mailbox: Mailbox[AnyMessage | DirectoryChange] = Mailbox("matching")
+        self._mailbox: Mailbox[Item] = Mailbox("matching")
         self._fleet = Fleet()
         self._caught_up = anyio.Event()
         self._synced = anyio.Event()
@@ -72,8 +85,7 @@ class MatchingActor:
         subscriptions = await self._subscribe()
         try:
             await self._catch_up()
-            await self._perform_all(resync(self.state, self._clock()))
-            log.info("matching_leads", shard=self._shard, live=self.state.live, transfers=len(self.state.transfers))
+            await self._take_role()
             task_status.started()
             await self._serve()
         finally:
@@ -82,6 +94,8 @@ class MatchingActor:
                     await subscription.unsubscribe()
 
     async def _subscribe(self) -> list[Subscription]:
+        if self._leadership is not None:
+            self._leadership.on_change(self._on_role)
         await self._events.ensure_stream(self._settings.events_retention_s)
         stream = StreamSpec(
             name=self._subjects.stream("control"),
@@ -98,6 +112,9 @@ class MatchingActor:
                 on_caught_up=self._caught_up.set,
             ),
         ]
+
+    def _on_role(self) -> None:
+        self._mailbox.put(RoleChanged())
 
     def _on_directory(self, change: DirectoryChange) -> None:
         self._mailbox.put(change)
@@ -122,6 +139,7 @@ class MatchingActor:
 
     async def _serve(self) -> None:
         while True:
+            await self._take_role()
             items = self._mailbox.drain() or await self._wait()
             for index in range(0, len(items), BATCH):
                 effects: list[Effect] = []
@@ -133,7 +151,18 @@ class MatchingActor:
                 await self._perform_all(self._step(Tick(self._clock())))
             await anyio.lowlevel.checkpoint()
 
-    async def _wait(self) -> list[AnyMessage | DirectoryChange]:
+    async def _take_role(self) -> None:
+        """Lead or follow, as the election has it; without an election, lead."""
+        leads = self._leadership is None or self._leadership.leads
+        if leads and self.state.following:
+            effects = resync(self.state, self._clock())
+            log.info("matching_leads", shard=self._shard, live=self.state.live, told_again=len(effects))
+            await self._perform_all(effects)
+        elif not leads and not self.state.following:
+            log.warning("matching_follows", shard=self._shard, live=self.state.live)
+            self.state.following = True
+
+    async def _wait(self) -> list[Item]:
         deadline = self.state.next_deadline()
         if deadline is None:
             return [await self._mailbox.get()]
@@ -141,7 +170,7 @@ class MatchingActor:
             return [await self._mailbox.get()]
         return []
 
-    def _learn(self, item: "AnyMessage | DirectoryChange") -> list[Effect]:
+    def _learn(self, item: Item) -> list[Effect]:
         """Step by one mailbox item."""
         now = self._clock()
         if isinstance(item, Message):
@@ -153,6 +182,8 @@ class MatchingActor:
         if isinstance(item, Synced):
             self._synced.set()
             return []
+        if isinstance(item, RoleChanged):
+            return []  # it only had to wake the loop
         effects: list[Effect] = []
         for event in self._fleet.learn(item, now):
             effects += self._step(event)
@@ -208,11 +239,16 @@ class MatchingActor:
     async def _publish(self, subject: str, data: bytes) -> None:
         """Publish, waiting for the bus to come back: without it there is no input either, so nothing is held up."""
         pause = RETRY_FIRST_S
+        refusals = 0
         while True:
             try:
                 await self._bus.publish(subject, data)
                 return
             except BusError as error:
+                refusals += self._bus.connected
+                if refusals >= REFUSALS:  # the bus is there but will not have it, as when it is too large
+                    log.error("publish_refused", subject=subject, size=len(data), error=str(error))
+                    return
                 if pause == RETRY_FIRST_S:
                     log.warning("publish_waits", subject=subject, error=str(error))
             await anyio.sleep(pause)

@@ -9,7 +9,7 @@ import structlog
 from kvflow.actors.matching.inputs import EngineGone, EngineJoined, PairIncompatible
 from kvflow.directory import Joined, Left
 from kvflow.errors import KvflowError
-from kvflow.messages import EngineCard, EngineProfile, EngineRef
+from kvflow.messages import EngineCard, EngineRef
 
 MAX_VERDICTS = 4096
 
@@ -44,7 +44,7 @@ class Fleet:
             del self._complete[engine]
             yield EngineGone(now, engine, f"the actors of rank {card.rank} restarted")
         if len(cards) == card.profile.ranks and engine not in self._complete:
-            shape = tuple(_shape(cards[rank].profile) for rank in sorted(cards))
+            shape = tuple(_shape(cards[rank]) for rank in sorted(cards))
             self._complete[engine] = shape
             yield EngineJoined(now, engine, card.profile.ranks)
             yield from self._pairs(engine, now)
@@ -82,8 +82,10 @@ class Fleet:
         return [cards[rank] for rank in sorted(cards)]
 
 
-def _shape(profile: EngineProfile) -> bytes:
-    return msgspec.msgpack.encode((profile.geometry, profile.fingerprint, profile.tp_rank, profile.pp_rank))
+def _shape(card: EngineCard) -> bytes:
+    profile = card.profile
+    sizes = [(segment.length, segment.memory) for segment in card.segments]
+    return msgspec.msgpack.encode((profile.geometry, profile.fingerprint, profile.tp_rank, profile.pp_rank, sizes))
 
 
 def _check(source: list[EngineCard], target: list[EngineCard]) -> str | None:
