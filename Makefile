@@ -47,6 +47,7 @@ lint: $(STAMP) ## ruff
 
 types: $(STAMP) ## mypy --strict
 	$(BIN)/mypy
+	$(BIN)/mypy tests/e2e/conftest.py
 
 contracts: $(STAMP) ## import-linter
 	$(BIN)/lint-imports

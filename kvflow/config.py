@@ -58,8 +58,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return this user's private runtime folder for the cluster (not created here)."""
         if self.runtime_dir:
             return Path(self.runtime_dir)
-        base = os.environ.get("XDG_RUNTIME_DIR") or os.path.join(tempfile.gettempdir(), f"kvflow-{os.getuid()}")
-        return Path(base) / "kvflow" / self.cluster
+        xdg = os.environ.get("XDG_RUNTIME_DIR")
+        base = Path(xdg) if xdg else Path(tempfile.gettempdir()) / f"kvflow-{os.getuid()}"
+        return base / "kvflow" / self.cluster
 
 
 SETTING_NAMES = Settings.__struct_fields__
@@ -78,9 +79,7 @@ def load_settings(
     file = config_file or env.get(CONFIG_ENV)
     if file:
         _overlay(merged, origin, _read_file(Path(file)), f"file {file}")
-    from_env = {
-        name: env[ENV_PREFIX + name.upper()] for name in SETTING_NAMES if env.get(ENV_PREFIX + name.upper())
-    }
+    from_env = {name: env[ENV_PREFIX + name.upper()] for name in SETTING_NAMES if env.get(ENV_PREFIX + name.upper())}
     _overlay(merged, origin, from_env, "environment")
     _overlay(merged, origin, {k: v for k, v in (flags or {}).items() if v is not None}, "flags")
     try:
@@ -88,13 +87,17 @@ def load_settings(
     except msgspec.ValidationError as error:
         name = str(error).rpartition("$.")[2].strip("`") if "$." in str(error) else ""
         where = f" (from {origin[name]})" if name in origin else ""
-        raise ConfigError(f"bad setting{where}: {error}", remedy="see `kvflow up --help` for the allowed values") from error
+        raise ConfigError(
+            f"bad setting{where}: {error}", remedy="see `kvflow up --help` for the allowed values"
+        ) from error
 
 
 def _overlay(merged: dict[str, object], origin: dict[str, str], layer: Mapping[str, object], where: str) -> None:
     for name, value in layer.items():
         if name not in SETTING_NAMES:
-            raise ConfigError(f"unknown setting {name!r} in {where}", remedy=f"known settings: {', '.join(SETTING_NAMES)}")
+            raise ConfigError(
+                f"unknown setting {name!r} in {where}", remedy=f"known settings: {', '.join(SETTING_NAMES)}"
+            )
         merged[name] = value
         origin[name] = where
 
@@ -103,7 +106,9 @@ def _read_file(path: Path) -> Mapping[str, object]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}", remedy="check --config") from error
+        raise ConfigError(
+            f"cannot read the configuration file {path}: {error.strerror}", remedy="check --config"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return content
