@@ -123,11 +123,18 @@ def read_node(path: Path) -> NodeInfo:
 
 
 def remove_stale(path: Path) -> None:
-    """Remove what a node left that was killed; do nothing while a node or a keeper uses the folder."""
+    """Remove what a node left that was killed; do nothing when another node or a keeper uses the folder."""
     path = path.absolute()
-    lock_fd = _try_lock(path)
-    if lock_fd is not None:
-        RuntimeFolder(path=path, lock_fd=lock_fd).release()
+    # A dying process gives up its descriptors in no certain order: the lock may be held for an instant longer.
+    deadline = time.monotonic() + OWNER_WAIT_S
+    while path.exists():
+        lock_fd = _try_lock(path)
+        if lock_fd is not None:
+            RuntimeFolder(path=path, lock_fd=lock_fd).release()
+            return
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(0.02)
 
 
 def host_name() -> str:

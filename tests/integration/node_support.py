@@ -124,6 +124,17 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+def shared_files(processes: list[psutil.Process]) -> set[Path]:
+    """Return the files in /dev/shm that the processes have open or mapped."""
+    found: set[Path] = set()
+    for process in processes:
+        folder = Path(f"/proc/{process.pid}")
+        names = [line.split(maxsplit=5)[-1] for line in (folder / "maps").read_text().splitlines()]
+        names += [str(entry.readlink()) for entry in (folder / "fd").iterdir() if entry.is_symlink()]
+        found |= {Path(name) for name in names if name.startswith("/dev/shm/") and not name.endswith("(deleted)")}
+    return found
+
+
 def all_end(processes: list[psutil.Process]) -> None:
     """Wait until none of the processes runs."""
     for process in processes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
-from node_support import Nodes, NodeUnderTest, all_end, eventually, make_profile
+from node_support import Nodes, NodeUnderTest, all_end, eventually, make_profile, shared_files
 
 from kvflow.bus.connect import connect_bus
 from kvflow.config import Settings
@@ -114,11 +114,11 @@ def test_control_is_small(nodes: Nodes) -> None:
 
 
 def test_a_killed_node_leaves_nothing_with_real_agents(nodes: Nodes) -> None:
-    shared_before = {entry.name for entry in Path("/dev/shm").iterdir()}
     node = nodes.up(fake=False)
     assert isinstance(nodes.worker(node).attach(), Attached)
     family = node.family()
+    shared = shared_files(family)
     node.process.kill()
     all_end(family)
     eventually(lambda: not node.runtime.exists())
-    assert {entry.name for entry in Path("/dev/shm").iterdir()} <= shared_before
+    assert not [file for file in shared if file.exists()]

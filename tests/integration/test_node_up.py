@@ -19,6 +19,7 @@ from node_support import (
     eventually,
     make_profile,
     run_cli,
+    shared_files,
 )
 
 from kvflow.messages import Attached, AttachRefused, encode
@@ -38,10 +39,6 @@ def _refused(worker: FakeWorker) -> AttachRefused:
     assert isinstance(answer, AttachRefused), answer
     assert worker.ended()
     return answer
-
-
-def _shared_memory() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
 def _maps_memory(pid: int) -> bool:
@@ -218,7 +215,6 @@ def test_a_stubborn_data_process_is_killed_after_the_grace(nodes: Nodes) -> None
 
 
 def test_a_killed_node_leaves_nothing(nodes: Nodes) -> None:
-    shared_before = _shared_memory()
     node = nodes.up()
     worker = nodes.worker(node)
     stubborn = nodes.worker(node, make_profile("s", mode="stubborn"))
@@ -226,12 +222,13 @@ def test_a_killed_node_leaves_nothing(nodes: Nodes) -> None:
     assert isinstance(stubborn.attach(), Attached)
     family = node.family()
     assert len(family) == 6
+    shared = shared_files(family)
     node.process.kill()
     assert stubborn.ended()
     assert not _maps_memory(stubborn.data_pid()), "the socket ends when nobody has the memory any more"
     all_end(family)
     eventually(lambda: not node.runtime.exists(), what="the runtime folder is removed")
-    assert _shared_memory() <= shared_before
+    assert not [file for file in shared if file.exists()]
     assert worker.stopped_cleanly()
     # And the folder can be used again at once.
     assert nodes.up().stop() == 0
