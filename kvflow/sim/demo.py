@@ -35,6 +35,7 @@ log = structlog.get_logger()
 NODE_READY_S = 60.0
 NODE_STOP_S = 20.0
 QUIET_S = 15.0
+STOP_GRACE_S = 3.0
 MAX_READY_LINE = 64 * 1024
 # Loopback TCP works everywhere; UCX's other transports need more of the machine than a demo may assume.
 UCX_TLS = "tcp,self"
@@ -113,12 +114,14 @@ async def _run(settings: Settings, load: LoadConfig, layout: SimLayout, concurre
     # The demo brings its own server and folder, so that it touches no cluster in use; the node makes and removes both.
     own = Settings(
         cluster="demo", runtime_dir=str(Path(tempfile.gettempdir()) / f"kvflow-demo-{secrets.token_hex(6)}"),
-        source_lease_s=QUIET_S / 2, placement=settings.placement, log_format=settings.log_format,
+        source_lease_s=QUIET_S / 2, stop_grace_s=STOP_GRACE_S, placement=settings.placement,
+        log_format=settings.log_format,
         # By default a demo shows its result, not the log of its parts: they warn of every cancelled transfer.
         log_level="error" if settings.log_level == "info" else settings.log_level,
     )  # fmt: skip
     async with AsyncExitStack() as stack:
         own = await stack.enter_async_context(_node(own))
+        _tell("node", began)
         deliveries = await stack.enter_async_context(_watch_deliveries(own))
         roles: tuple[Role, ...] = ("source", "target")
         source, target = [
@@ -126,10 +129,15 @@ async def _run(settings: Settings, load: LoadConfig, layout: SimLayout, concurre
         ]
         await source.wait_ready()
         await target.wait_ready()
+        _tell("engines", began)
         traffic = await _drive(Traffic(source, target, layout.ranks), load, concurrency)
         report = await traffic.report(deliveries, QUIET_S)
     good = report.passed and report.transfers + report.cancelled == load.transfers + load.aborts
     return DemoReport(ok=good, total_s=round(time.monotonic() - began, 3), traffic=report)
+
+
+def _tell(what: str, began: float) -> None:
+    Console(stderr=True).print(f"{what} ready after {time.monotonic() - began:.1f} s")
 
 
 async def _drive(traffic: Traffic, load: LoadConfig, concurrency: int) -> Traffic:

@@ -15,15 +15,12 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.nats, pytest.mark.nixl, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.nats, pytest.mark.nixl, pytest.mark.timeout(240)]
 
-DEMO_S = 90.0
-GONE_S = 30.0
+DEMO_S = 120.0
+GONE_S = 60.0
 MARK = "TEST_MARK"
-COMMAND = (
-    "import sys; from kvflow.config import Settings; from kvflow.sim.demo import run_sim_demo; "
-    "sys.exit(run_sim_demo(Settings(), transfers=int(sys.argv[1]), tp_size=int(sys.argv[2]), json=True))"
-)
+COMMAND = [sys.executable, "-m", "kvflow.cli", "demo", "--sim", "--json"]
 
 
 @dataclass
@@ -36,7 +33,7 @@ class Place:
     def start(self, transfers: int, tp_size: int = 1) -> "subprocess.Popen[str]":
         environment = os.environ | {MARK: self.mark, "TMPDIR": str(self.folder)}
         return subprocess.Popen(
-            [sys.executable, "-c", COMMAND, str(transfers), str(tp_size)],
+            [*COMMAND, "--transfers", str(transfers), "--tp-size", str(tp_size)],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
