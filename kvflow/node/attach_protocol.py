@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from kvflow.errors import ConfigError, PeerError, WireError
+from kvflow.errors import ConfigError, KvflowError, PeerError, WireError
 from kvflow.ids import check_id
 from kvflow.messages import AttachEngine, AttachRefused, EngineProfile, Message, decode, encode
 from kvflow.messages.codec import MAX_MESSAGE_BYTES
@@ -103,7 +103,7 @@ async def wait_for_end(client: socket.socket) -> str:
             return error.strerror or "error"
 
 
-def refusal(error: WireError | PeerError | ConfigError) -> AttachRefused:
+def refusal(error: KvflowError) -> AttachRefused:
     """Return the message that tells a client why it cannot attach."""
     return AttachRefused(reason=error.message, remedy=error.remedy)
 

@@ -12,12 +12,13 @@ import anyio.abc
 import structlog
 
 from kvflow.config import Settings
-from kvflow.errors import KvflowError, NodeError, PeerError, WireError
+from kvflow.errors import KvflowError, NodeError, PeerError, WireError, cause_of
 from kvflow.messages import Attached, AttachRefused, EngineProfile, EngineRef, Role, encode
 from kvflow.node.attach_protocol import (
     AttachRequest,
     check_peer,
     receive_request,
+    refusal,
     send_message,
     wait_for_end,
 )
@@ -124,7 +125,7 @@ class AttachServer:
             request = await receive_request(client, REQUEST_TIMEOUT_S)
         except (WireError, PeerError) as error:
             log.warning("attach_refused", reason=error.message)
-            await send_message(client, AttachRefused(reason=error.message, remedy=error.remedy), ANSWER_TIMEOUT_S)
+            await send_message(client, refusal(error), ANSWER_TIMEOUT_S)
             return
         try:
             with structlog.contextvars.bound_contextvars(
@@ -142,9 +143,9 @@ class AttachServer:
             async with self._claim(key) as place:
                 await self._run_data_process(client, request, place)
         except* KvflowError as group:
-            error = _first(group)
+            error = cause_of(group) or NodeError(str(group))
             log.error("attach_failed", reason=error.message, remedy=error.remedy)
-            refused = AttachRefused(reason=error.message, remedy=error.remedy)
+            refused = refusal(error)
         if refused is not None:
             await send_message(client, refused, ANSWER_TIMEOUT_S)
 
@@ -201,10 +202,3 @@ class AttachServer:
 
 def _process_name(profile: EngineProfile) -> str:
     return f"data {profile.engine} rank {profile.rank}"
-
-
-def _first(group: BaseExceptionGroup[KvflowError]) -> KvflowError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error if isinstance(error, KvflowError) else NodeError(str(error))
