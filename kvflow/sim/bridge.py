@@ -37,9 +37,13 @@ class SimConnector:
 
 
 def attach_connector(
-    config: EngineConfig, settings: Settings, segments: Sequence[SharedSegment], timeout_s: float
+    config: EngineConfig,
+    settings: Settings,
+    segments: Sequence[SharedSegment],
+    timeout_s: float,
+    stop: threading.Event | None = None,
 ) -> SimConnector:
-    """Start the halves and wait until transfers work; raise PeerError when they do not in time."""
+    """Start the halves and wait until transfers work; raise PeerError when they do not in time, or `stop` is set."""
     engine = EngineRef(engine_id=config.engine_id, incarnation=new_incarnation())
     placement: Placement = "engine" if settings.placement == "engine" else "process"
     # A bridge per rank, as when each is a process; the scheduler shares the first rank's.
@@ -56,15 +60,15 @@ def attach_connector(
     for worker, profile, segment in zip(connector.workers, profiles, segments, strict=True):
         memory = segment.range if placement == "process" else MemoryRange.at(segment.address, segment.length)
         worker.start(profile, [memory])
-    deadline, pause = time.monotonic() + timeout_s, threading.Event()
+    deadline, stop = time.monotonic() + timeout_s, stop or threading.Event()
     while not link.ready:
-        if time.monotonic() >= deadline:
+        if stop.wait(POLL_S) or time.monotonic() >= deadline:
             connector.shutdown()
             raise PeerError(
-                f"engine {config.engine_id} is not attached after {timeout_s:g} s",
+                f"engine {config.engine_id} is not attached "
+                + ("and was told to stop" if stop.is_set() else f"after {timeout_s:g} s"),
                 remedy=f"start `kvflow up` with runtime folder {settings.runtime_path()} and read its log",
             )
-        pause.wait(POLL_S)
     return connector
 
 

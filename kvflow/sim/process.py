@@ -81,8 +81,10 @@ def main() -> int:
     except KvflowError as error:
         mouth.fatal(error)
         return EXIT_FATAL
+    # Listen from now on: an owner who dies while the engine attaches must not leave it behind.
+    threading.Thread(target=_obey, args=(engine, mouth, sys.stdin.buffer, done), name="sim-stdin", daemon=True).start()
     try:
-        connector = attach_connector(config.engine, settings, engine.segments, config.attach_timeout_s)
+        connector = attach_connector(config.engine, settings, engine.segments, config.attach_timeout_s, done)
     except KvflowError as error:
         engine.stop()
         mouth.fatal(error)
@@ -90,7 +92,6 @@ def main() -> int:
     engine.start(connector)
     ref = connector.engine
     mouth.say(Ready(engine_id=ref.engine_id, incarnation=ref.incarnation, pid=os.getpid()))
-    threading.Thread(target=_obey, args=(engine, mouth, sys.stdin.buffer, done), name="sim-stdin", daemon=True).start()
     done.wait()
     engine.stop()
     return EXIT_FATAL if mouth.failed else 0

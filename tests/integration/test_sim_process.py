@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,11 @@ COMMAND = [sys.executable, "-m", "kvflow.sim.process"]
 WAIT_S = 30.0
 
 
-def config(runtime: Path, *, heads: int = 2, tp_size: int = 1) -> ProcessConfig:
+def config(runtime: Path, *, heads: int = 2, tp_size: int = 1, attach_s: float = 0.5) -> ProcessConfig:
     return ProcessConfig(
         engine=EngineConfig(engine_id="lonely", layout=SimLayout(layers=1, blocks=4, heads=heads, tp_size=tp_size)),
         settings=Settings(runtime_dir=str(runtime)),
-        attach_timeout_s=0.5,
+        attach_timeout_s=attach_s,
     )
 
 
@@ -45,3 +46,11 @@ def test_a_bad_configuration_is_one_readable_line(tmp_path: Path) -> None:
     code, fatal = run(encode_line(config(tmp_path, heads=2, tp_size=3)))
     assert code == 1
     assert "heads" in fatal.message
+
+
+def test_an_engine_that_attaches_still_ends_with_its_owner(tmp_path: Path) -> None:
+    began = time.monotonic()
+    code, fatal = run(encode_line(config(tmp_path, attach_s=600.0)))
+    assert time.monotonic() - began < WAIT_S
+    assert code == 1
+    assert "told to stop" in fatal.message
