@@ -264,6 +264,8 @@ class Bridge:
             log.warning("bus_did_not_close", error=str(error) or "timeout")
 
     def _note_state(self, state: BusState, detail: str) -> None:
+        if self._stopped.is_set():
+            return
         if state in {"disconnected", "closed"}:
             self._down_since = self._down_since or time.monotonic()
             self._disturbed.set()

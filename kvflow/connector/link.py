@@ -131,9 +131,10 @@ class WorkerLink:
             self._bridge.call(self._holder.resume)
 
     def close(self) -> None:
-        """Detach (the bridge ends what it runs) and leave the bridge."""
-        if self._holder is not None:
-            self._holder = None
+        """Detach and leave the bridge, which others may go on using."""
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            self._bridge.call(holder.fence)
             self._bridge.close()
 
     async def _listen(self, bus: Bus, profile: EngineProfile, inbox: deque[Message]) -> None:

@@ -54,7 +54,8 @@ class FakeWorkerPort:
         self.letters: list[tuple[str, Message]] = []
         self.down = 0.0
         self.detached = 0.0
-        self.fenced = False
+        self.fences = 0
+        self.resumes = 0
         self.closed = 0
 
     def start(self, profile: EngineProfile, memory: Sequence[MemoryRange], inbox: deque[Message]) -> None:
@@ -70,10 +71,10 @@ class FakeWorkerPort:
         return self.detached
 
     def fence(self) -> None:
-        self.fenced = True
+        self.fences += 1
 
     def resume(self) -> None:
-        self.fenced = False
+        self.resumes += 1
 
     def close(self) -> None:
         self.closed += 1

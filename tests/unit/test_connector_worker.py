@@ -111,10 +111,10 @@ def test_i4_overdue_load_is_asked_about_and_then_fenced() -> None:
     clock.now += 51
     assert half.results(set()) is NO_RESULTS
     assert [type(message) for _, message in port.letters] == [TargetCancelled, SourceClosed]
-    assert not port.fenced
+    assert port.fences == 0
     clock.now += REMIND_S + HOUSEKEEPING_S
     assert half.results(set()) is NO_RESULTS
-    assert port.fenced
+    assert (port.fences, port.resumes) == (1, 0)
     # I2: nothing is given back before no actor can have the memory any more.
     port.detached = FENCE_S - 1
     clock.now += HOUSEKEEPING_S
@@ -123,7 +123,7 @@ def test_i4_overdue_load_is_asked_about_and_then_fenced() -> None:
     clock.now += HOUSEKEEPING_S
     results = half.results(set())
     assert (results.received, results.failed, results.sent) == ({"r"}, {"r"}, {"s"})
-    assert not port.fenced
+    assert (port.fences, port.resumes) == (1, 1)
     assert half.waiting == 0
 
 
@@ -142,7 +142,7 @@ def test_i4_lost_bus_fences_what_waits() -> None:
     half.begin_step(loads("r"))
     port.down = FENCE_S + SETTINGS.transfer_wait_s + 1
     half.results(set())
-    assert port.fenced
+    assert port.fences == 1
     clock.now += HOUSEKEEPING_S
     port.detached = FENCE_S
     assert half.results(set()).failed == {"r"}
