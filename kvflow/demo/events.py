@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 import structlog
@@ -10,6 +10,7 @@ import structlog
 from kvflow.bus.connect import connect_bus
 from kvflow.bus.port import Delivery
 from kvflow.config import Settings
+from kvflow.directory import Directory
 from kvflow.errors import KvflowError, WireError
 from kvflow.messages import Subjects, TransferEvent, decode
 
@@ -69,6 +70,29 @@ class EventLog:
         return await self.wait(
             transfer_id, lambda events: {event.kind for event in events}.issuperset(kinds), within_s=within_s
         )
+
+
+async def wait_for_engines(settings: Settings, engine_ids: Collection[str], *, within_s: float) -> None:
+    """Wait until all ranks of these engines are in the directory; raise EventsMissing naming those that are not.
+
+    An engine answers HTTP before it has joined; until then it computes everything by itself.
+    """
+    bus = await connect_bus(settings, name="kvflow-wait")
+    changed = asyncio.Event()
+    directory = Directory(bus, settings)
+    missing = set(engine_ids)
+    try:
+        async with asyncio.timeout(within_s):
+            await directory.watch(lambda _change: changed.set())
+            while missing := set(engine_ids) - {engine.engine_id for engine in directory.engines()}:
+                changed.clear()
+                await changed.wait()
+    except TimeoutError as error:
+        names = ", ".join(sorted(missing))
+        raise EventsMissing(f"not in the directory after {within_s:g} s: {names}") from error
+    finally:
+        await directory.close()
+        await bus.close()
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     tokens_out: int
     equal: bool
     transferred: bool
+    nothing_to_move: bool = False
     ttft_ms: float
     alone_ttft_ms: float
     tpot_ms: float
@@ -36,7 +37,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def good(self) -> bool:
         """Return whether the tokens are right and the KV really crossed."""
-        return self.equal and self.transferred
+        return self.equal and (self.transferred or self.nothing_to_move)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,8 @@ def row_of(tokens_in: int, ours: Completion, alone: Completion, events: Sequence
     )
     last = {event.kind: event for event in events}
     delivered, completed = last.get("delivered"), last.get("completed")
+    if completed is not None and delivered is None and completed.tokens == 0:
+        return msgspec.structs.replace(row, nothing_to_move=True)
     if delivered is None or completed is None:
         why = next((f"{event.kind}: {event.reason} {event.detail}" for event in events if event.reason), "")
         return msgspec.structs.replace(row, problem=why or "no transfer was seen")
@@ -97,7 +100,7 @@ def print_report(report: Report, console: Console) -> None:
             str(row.tokens_out),
             f"{row.ttft_ms:.1f} [dim]({row.alone_ttft_ms:.1f})",
             f"{row.tpot_ms:.1f} [dim]({row.alone_tpot_ms:.1f})",
-            _bytes(row.bytes),
+            "[dim]too short" if row.nothing_to_move else _bytes(row.bytes),
             str(row.pieces),
             f"{row.pushed_early:.0%}",
             *(f"{value:.1f}" for value in (row.queue_ms, row.prefill_ms, row.last_chunk_ms, row.handoff_ms)),

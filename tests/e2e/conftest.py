@@ -1,5 +1,6 @@
 """Engines that all end-to-end tests share: starting one takes longer than most tests."""
 
+import asyncio
 import importlib.util
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +13,7 @@ from vllm_support import CHUNK_TOKENS, Pair, Stage
 
 from kvflow.config import PlacementChoice, Settings
 from kvflow.demo.engines import EngineRole, EngineSpec, VllmEngine
-from kvflow.demo.events import collecting
+from kvflow.demo.events import collecting, wait_for_engines
 from kvflow.demo.model import ensure_model
 from kvflow.demo.node import Node
 
@@ -95,6 +96,7 @@ def _pair(
         ]  # fmt: skip
         for engine in engines:
             engine.wait_ready(START_TIMEOUT_S)
+        asyncio.run(wait_for_engines(cluster, [engine.name for engine in engines], within_s=60))
         yield Pair(*engines)
 
 

@@ -17,7 +17,7 @@ async def test_i6_a_prefix_that_the_target_has_is_not_sent(stage: Stage, process
     expected = await stage.expected(prompt, 16)
     transfer_id, answer = await stage.both(process_pair, prompt)
     assert answer.tokens == expected
-    await stage.assert_crossed(transfer_id, len(prompt) - 1 - SHARED)
+    await stage.assert_crossed(transfer_id, process_pair.movable(len(prompt), SHARED))
 
 
 async def test_a_prefix_that_the_source_has_goes_at_once(stage: Stage, process_pair: Pair) -> None:
@@ -27,7 +27,7 @@ async def test_a_prefix_that_the_source_has_goes_at_once(stage: Stage, process_p
     expected = await stage.expected(prompt, 16)
     transfer_id, answer = await stage.both(process_pair, prompt)
     assert answer.tokens == expected
-    delivered = await stage.assert_crossed(transfer_id, len(prompt) - 1)
+    delivered = await stage.assert_crossed(transfer_id, process_pair.movable(len(prompt)))
     assert delivered.bytes_early >= len(shared) * TOKEN_BYTES
 
 
@@ -38,7 +38,7 @@ async def test_i6_prefixes_of_different_lengths_on_both_sides(stage: Stage, proc
     expected = await stage.expected(prompt, 16)
     transfer_id, answer = await stage.both(process_pair, prompt)
     assert answer.tokens == expected
-    await stage.assert_crossed(transfer_id, len(prompt) - 1 - 320)
+    await stage.assert_crossed(transfer_id, process_pair.movable(len(prompt), 320))
 
 
 async def test_a_prompt_that_the_source_has_wholly(stage: Stage, process_pair: Pair) -> None:
@@ -47,11 +47,11 @@ async def test_a_prompt_that_the_source_has_wholly(stage: Stage, process_pair: P
     expected = await stage.expected(prompt, 16)
     transfer_id, answer = await stage.both(process_pair, prompt)
     assert answer.tokens == expected
-    await stage.assert_crossed(transfer_id, len(prompt) - 1)
+    await stage.assert_crossed(transfer_id, process_pair.movable(len(prompt)))
 
 
 @pytest.mark.parametrize("length", [SHARED, SHARED + 1, SHARED + 7])
-async def test_a_prompt_that_the_target_has_nearly_or_wholly_lets_the_source_go(
+async def test_a_prompt_that_the_target_has_wholly_lets_the_source_go(
     stage: Stage, process_pair: Pair, length: int
 ) -> None:
     prompt = fresh_prompt(length)
@@ -59,10 +59,8 @@ async def test_a_prompt_that_the_target_has_nearly_or_wholly_lets_the_source_go(
     expected = await stage.expected(prompt, 16)
     transfer_id, answer = await stage.both(process_pair, prompt)
     assert answer.tokens == expected
-    cached = (length - 1) // 32 * 32
-    if length - 1 > cached:
-        await stage.assert_crossed(transfer_id, length - 1 - cached)
-    await stage.events.wait_for(transfer_id, "released")
+    await stage.events.wait_for(transfer_id, "completed", "released")
+    assert not stage.events.of(transfer_id, "delivered")
     await stage.assert_empty(process_pair.prefill)
 
 
@@ -71,7 +69,8 @@ async def test_the_same_prompt_again_crosses_only_once(stage: Stage, process_pai
     expected = await stage.expected(prompt, 16)
     first, answer = await stage.both(process_pair, prompt)
     assert answer.tokens == expected
-    await stage.assert_crossed(first, 639)
+    await stage.assert_crossed(first, process_pair.movable(640))
     second, answer = await stage.both(process_pair, prompt)
     assert answer.tokens == expected
-    await stage.assert_crossed(second, 639 - 608)
+    await stage.events.wait_for(second, "completed", "released")
+    assert not stage.events.of(second, "delivered")

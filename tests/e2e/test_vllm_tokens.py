@@ -23,8 +23,10 @@ async def _check_lengths(stage: Stage, pair: Pair) -> None:
     answers = await at_most(AT_A_TIME, [partial(stage.both, pair, prompt) for prompt in prompts])
     assert [answer.tokens for _, answer in answers] == expected
     for prompt, (transfer_id, _) in zip(prompts, answers, strict=True):
-        if len(prompt) > 1:  # the last token is always computed by the target: there is nothing to move for one token
-            await stage.assert_crossed(transfer_id, len(prompt) - 1)
+        if pair.movable(len(prompt)):
+            await stage.assert_crossed(transfer_id, pair.movable(len(prompt)))
+        else:
+            await stage.events.wait_for(transfer_id, "completed")
     assert len(set(expected)) == len(expected), "the model answers the same to everything: equal tokens prove nothing"
 
 
@@ -36,16 +38,17 @@ async def test_i5_all_lengths_through_agents_in_the_engines(stage: Stage, engine
     await _check_lengths(stage, engine_pair)
 
 
-async def test_i6_engines_with_other_block_sizes_and_placements(
+async def test_i7_engines_whose_caches_do_not_fit_are_told_apart(
     stage: Stage, process_pair: Pair, engine_pair: Pair
 ) -> None:
-    for mixed in (Pair(process_pair.prefill, engine_pair.decode), Pair(engine_pair.prefill, process_pair.decode)):
-        for length in (33, 129, 1500):
-            prompt = fresh_prompt(length)
-            expected = await stage.expected(prompt, 16)
-            transfer_id, answer = await stage.both(mixed, prompt)
-            assert answer.tokens == expected
-            await stage.assert_crossed(transfer_id, length - 1)
+    """On CPUs the layout inside a block depends on its size; the target is refused at once and computes by itself."""
+    prompt = fresh_prompt(300)
+    expected = await stage.expected(prompt, 16)
+    transfer_id, answer = await stage.both(Pair(process_pair.prefill, engine_pair.decode), prompt)
+    assert answer.tokens == expected
+    ends = [event for event in await stage.events.wait_ended(transfer_id) if event.kind in {"failed", "rejected"}]
+    assert ends[0].reason == "incompatible"
+    await stage.assert_empty(engine_pair.decode)
 
 
 async def test_a_long_prompt_is_pushed_while_it_is_computed(stage: Stage, process_pair: Pair) -> None:
@@ -53,7 +56,7 @@ async def test_a_long_prompt_is_pushed_while_it_is_computed(stage: Stage, proces
     expected = await stage.expected(prompt, 16)
     transfer_id, answer = await stage.both(process_pair, prompt)
     assert answer.tokens == expected
-    delivered = await stage.assert_crossed(transfer_id, len(prompt) - 1)
+    delivered = await stage.assert_crossed(transfer_id, process_pair.movable(len(prompt)))
     assert delivered.pieces > 1
     left = delivered.bytes_done - delivered.bytes_early
     assert delivered.bytes_early >= 3 * CHUNK_TOKENS * TOKEN_BYTES, delivered
@@ -69,7 +72,7 @@ async def test_a_target_that_registers_long_before_its_source_opens(
     transfer_id, answer = await stage.both(process_pair, prompt, prefill_after_s=1.0)
     assert answer.tokens == expected
     assert answer.ttft_s > 1.0
-    await stage.assert_crossed(transfer_id, length - 1)
+    await stage.assert_crossed(transfer_id, process_pair.movable(length))
 
 
 @pytest.mark.parametrize("length", [100, 3000])
@@ -84,25 +87,21 @@ async def test_late_binding_a_target_that_is_chosen_after_prefill(
         await asyncio.sleep(0.5)
         answer = await stage.decode(pair.decode, prompt, transfer_id)
         assert answer.tokens == expected
-        await stage.assert_crossed(transfer_id, length - 1)
+        if pair.movable(length):
+            await stage.assert_crossed(transfer_id, pair.movable(length))
 
 
-async def test_one_source_serves_as_many_targets_as_were_announced(
-    stage: Stage, process_pair: Pair, engine_pair: Pair
-) -> None:
+async def test_one_source_serves_as_many_targets_as_were_announced(stage: Stage, process_pair: Pair) -> None:
     prompt = fresh_prompt(700)
     expected = await stage.expected(prompt, 16)
     transfer_id = new_transfer_id()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(stage.prefill(process_pair.prefill, prompt, transfer_id, targets=2))
-        answers = [
-            tasks.create_task(stage.decode(pair.decode, prompt, transfer_id)) for pair in (process_pair, engine_pair)
-        ]
-    assert [answer.result().tokens for answer in answers] == [expected, expected]
-    events = await stage.events.wait(
-        transfer_id, lambda seen: sum(event.kind == "delivered" for event in seen) == 2, within_s=10
-    )
-    assert sum(event.bytes_done for event in events if event.kind == "delivered") == 2 * 699 * TOKEN_BYTES
+        tasks.create_task(stage.prefill(process_pair.prefill, prompt, transfer_id, targets=3))
+        answers = [tasks.create_task(stage.decode(process_pair.decode, prompt, transfer_id)) for _ in range(3)]
+    assert [answer.result().tokens for answer in answers] == [expected] * 3
+    events = await stage.events.wait(transfer_id, lambda seen: sum(event.kind == "delivered" for event in seen) == 3)
+    moved = [event.bytes_done for event in events if event.kind == "delivered"]
+    assert moved == [process_pair.movable(700) * TOKEN_BYTES] * 3
     await stage.assert_empty(process_pair.prefill)
 
 
@@ -124,13 +123,14 @@ async def test_through_the_router_with_several_answers_to_one_prompt(stage: Stag
     await stage.events.wait(transfer_id, lambda seen: sum(event.kind == "completed" for event in seen) >= 2)
 
 
-async def test_through_the_router_eight_at_a_time(stage: Stage, process_pair: Pair, engine_pair: Pair) -> None:
-    prompts = [fresh_prompt(length) for length in (20, 300, 2000, 40, 700, 90, 1100, 64, 65, 400)]
+async def test_through_the_router_eight_at_a_time(stage: Stage, process_pair: Pair) -> None:
+    prompts = [fresh_prompt(length) for length in (40, 300, 2000, 41, 700, 90, 1100, 64, 65, 400)]
     expected = [await stage.expected(prompt, 16) for prompt in prompts]
     async with serving(stage.settings) as router:
         answers = await at_most(
             AT_A_TIME, [partial(complete, stage.session, router, prompt, max_tokens=16) for prompt in prompts]
         )
     assert [answer.tokens for answer in answers] == expected
-    for prompt, answer in zip(prompts, answers, strict=True):
-        await stage.assert_crossed(answer.transfer_id, len(prompt) - 1)
+    for answer in answers:
+        events = await stage.events.wait_ended(answer.transfer_id)
+        assert {event.kind for event in events} >= {"bound", "completed"}

@@ -34,9 +34,14 @@ class Pair:
     prefill: VllmEngine
     decode: VllmEngine
 
-    @property
-    def block(self) -> int:
-        return self.decode.spec.block_size
+    def movable(self, tokens: int, cached: int = 0) -> int:
+        """Return how many of a prompt's tokens cross when the target has the first `cached` ones.
+
+        The target always computes the last token itself. CPU attention interleaves the tokens of a block, so that only
+        whole blocks can be moved.
+        """
+        block = self.decode.spec.block_size
+        return max(0, (tokens - 1) // block * block - cached)
 
 
 @dataclass(slots=True)
