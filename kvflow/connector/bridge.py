@@ -269,7 +269,8 @@ class Bridge:
         if state in {"disconnected", "closed"}:
             self._down_since = self._down_since or time.monotonic()
             self._disturbed.set()
-            log.warning("bridge_disconnected", detail=detail)
+            if self._bus is not None:  # else we left by ourselves
+                log.warning("bridge_disconnected", detail=detail)
         elif state == "reconnected":
             self._down_since = None
 
