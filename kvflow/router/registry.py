@@ -103,7 +103,7 @@ class Registry:
             reason = check_compatible(source.profiles, target.profiles)
             self._fits[key] = reason is None
             if reason is not None:
-                log.warning("engines_incompatible", source=source.key, target=target.key, reason=reason)
+                log.info("engines_incompatible", source=source.key, target=target.key, reason=reason)
         return self._fits[key]
 
     def directory_changed(self) -> None:
