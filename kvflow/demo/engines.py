@@ -16,7 +16,7 @@ from kvflow.demo.processes import GuardedProcess
 
 EngineRole = Literal["producer", "consumer", "both", "none"]
 
-READY_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 300.0
 HEALTH_TIMEOUT_S = 2.0
 # Set by whoever runs the demo for other engines; here they would only bend the measurement.
 _DROPPED_ENV = ("VLLM_USE_V1", "VLLM_PLUGINS")
