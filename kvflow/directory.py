@@ -67,6 +67,8 @@ class Directory:
         self._bucket: KeyValue | None = None
         self._opening = asyncio.Lock()
         self._own: dict[RankKey, asyncio.Task[None]] = {}
+        self._stored_at: dict[RankKey, float] = {}
+        self._lapses: dict[RankKey, int] = {}
         self._cards: dict[RankKey, EngineCard] = {}
         self._raw: dict[RankKey, bytes] = {}
         self._expires: dict[RankKey, float] = {}
@@ -104,14 +106,23 @@ class Directory:
         previous = self._own.pop(key, None)
         if previous is not None:
             await _end(previous)
-        await bucket.put(self._key(key), encode(card))
+        await self._store(bucket, key, encode(card))
         self._own[key] = asyncio.create_task(self._refresh(bucket, key, encode(card)), name=f"card-{key[0]}-{key[1]}")
+
+    def lapses(self, engine: EngineRef, rank: int) -> int:
+        """Return how often an own card was not refreshed within its time to live, so that others may count it as lost.
+
+        A lapse counts as soon as it happens, and a process that was halted finds out before it does anything else.
+        """
+        key = (engine, rank)
+        return self._lapses.get(key, 0) + self._is_overdue(key)
 
     async def withdraw(self, engine: EngineRef, rank: int) -> None:
         """Stop refreshing and delete the card, so that watchers see it leave at once; raise BusError."""
         task = self._own.pop((engine, rank), None)
         if task is None:
             return
+        self._stored_at.pop((engine, rank), None)
         await _end(task)
         bucket = await self._open()
         await bucket.delete(self._key((engine, rank)))
@@ -170,13 +181,23 @@ class Directory:
     def _key(self, key: RankKey) -> str:
         return self._subjects.card_key(*key)
 
+    async def _store(self, bucket: KeyValue, key: RankKey, data: bytes) -> None:
+        began = asyncio.get_running_loop().time()
+        await bucket.put(self._key(key), data)
+        self._lapses[key] = self._lapses.get(key, 0) + self._is_overdue(key)
+        self._stored_at[key] = began
+
+    def _is_overdue(self, key: RankKey) -> bool:
+        stored_at = self._stored_at.get(key)
+        return stored_at is not None and asyncio.get_running_loop().time() - stored_at > self._ttl_s
+
     async def _refresh(self, bucket: KeyValue, key: RankKey, data: bytes) -> None:
         failures = 0
         while True:
             # While the bus is away, try often: the card must be back before watchers count it as lost.
             await asyncio.sleep(self._ttl_s / (3 if not failures else 12))
             try:
-                await bucket.put(self._key(key), data)
+                await self._store(bucket, key, data)
             except BusError as error:
                 failures += 1
                 if failures & (failures - 1) == 0:

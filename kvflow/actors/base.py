@@ -32,9 +32,13 @@ class Mailbox(Generic[T]):
         self.dropped = 0
         self.malformed = 0
 
-    def put(self, item: T) -> bool:
-        """Enqueue without waiting; return whether the item was taken."""
-        if self._send.statistics().current_buffer_used >= self._limit:
+    def put(self, item: T, *, own: bool = False) -> bool:
+        """Enqueue without waiting; return whether the item was taken.
+
+        The limit is against what others send: an `own` item, which answers something that the consumer did, is always
+        taken.
+        """
+        if not own and self._send.statistics().current_buffer_used >= self._limit:
             self.dropped += 1
             if self.dropped & (self.dropped - 1) == 0:  # at powers of two, so that a flood does not flood the log
                 log.error("mailbox_full", actor=self._owner, dropped=self.dropped, limit=self._limit)

@@ -62,8 +62,8 @@ async def run_rank(
 ) -> None:
     """Serve a rank until cancelled: its actors by role, and its card in the directory while they live.
 
-    `ready` is called once the card is published. Raises ConfigError for a rank without a role, BusError when the bus
-    is away at the start.
+    The agent is closed at the end. `ready` is called once the card is published. Raises ConfigError for a rank without
+    a role, BusError when the bus is away at the start.
     """
     if not profile.roles:
         raise ConfigError(f"rank {profile.rank} of {profile.engine} has no role", remedy="use kv_role kv_both")
@@ -94,6 +94,10 @@ async def run_rank(
             await anyio.sleep_forever()
     finally:
         inbox.attach(transfer=None, completion=None)
+        # Before the card goes: who hears that this rank has left may count on it that nothing of it can land any more.
+        # The agent bounds its own close.
+        with anyio.CancelScope(shield=True):
+            await agent.close()
         await _leave(directory, profile)
 
 
@@ -155,7 +159,7 @@ async def run_rank_over(
             bus=bus, settings=settings, profile=profile, agent=agent, inbox=inbox, placement=placement, ready=ready
         )
     finally:
-        # The agent bounds its own close; a cancellation must not leave WRITEs behind.
+        # Also when it never began to serve.
         with anyio.CancelScope(shield=True):
             await agent.close()
 

@@ -311,3 +311,28 @@ async def test_refreshing_goes_on_after_the_bus_refused(monkeypatch: pytest.Monk
     assert changes == [Synced(), Joined(card)]
     await publisher.close()
     await watcher.close()
+
+
+async def test_i2_a_lapse_is_noticed_at_once_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(card_ttl_s=0.4)
+    publisher = Directory(MemoryBus(MemoryBroker()), settings)
+    card = card_of()
+    await publisher.publish(card)
+    bucket = await publisher._open()
+    put = bucket.put
+
+    async def refuse(key: str, value: bytes) -> None:
+        raise BusError("away")
+
+    monkeypatch.setattr(bucket, "put", refuse)
+    assert publisher.lapses(card.engine, 0) == 0
+    await asyncio.sleep(0.5)
+    assert publisher.lapses(card.engine, 0) == 1
+    monkeypatch.setattr(bucket, "put", put)
+    await asyncio.sleep(0.2)
+    assert publisher.lapses(card.engine, 0) == 1
+    time.sleep(0.5)  # noqa: ASYNC251 - the whole process stands still
+    assert publisher.lapses(card.engine, 0) == 2
+    await asyncio.sleep(0.2)
+    assert publisher.lapses(card.engine, 0) == 2
+    await publisher.close()

@@ -21,6 +21,7 @@ from kvflow.bus.port import Bus
 from kvflow.config import Settings
 from kvflow.dataplane.memory_agent import MemoryAgent, MemoryFabric
 from kvflow.dataplane.port import TransferAgent
+from kvflow.directory import Directory
 from kvflow.messages import (
     Subjects,
     TransferCompleted,
@@ -346,3 +347,31 @@ async def test_a_target_that_leaves_fails_its_bindings_and_one_that_returns_work
             await conductor.closed(source, "t")
             await _completed(world, "t", 1)
             target.assert_holds(kv, theirs, 0, 99)
+
+
+async def test_i2_a_card_goes_only_when_nothing_of_its_rank_can_land(world: World) -> None:
+    # Matching counts on it: from a card that left on, WRITEs are over after the quarantine.
+    source = world.engine("p")
+    directory = Directory(world.bus, world.settings)
+    await directory.watch(lambda _change: None)
+    present: list[int] = []
+    make_agent = world.make_agent
+
+    def watched(engine: FakeEngine, rank: int, inbox: AgentInbox) -> TransferAgent:
+        agent = make_agent(engine, rank, inbox)
+        close = agent.close
+
+        async def closing() -> None:
+            await close()
+            await anyio.sleep(0.05)
+            present.append(len(directory.cards))
+
+        agent.close = closing  # type: ignore[method-assign]
+        return agent
+
+    world.make_agent = watched
+    async with serving(world.run, source):
+        await eventually(lambda: directory.cards)
+    assert present[0] == 1
+    await eventually(lambda: not directory.cards)
+    await directory.close()

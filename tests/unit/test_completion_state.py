@@ -291,3 +291,16 @@ def test_an_entry_that_only_a_source_spoke_of_is_dropped_soon_and_can_still_comp
     assert not rig.state.pending
     rig(delivered())
     assert len(rig.completed) == 1
+
+
+def test_i1_delivery_of_a_binding_that_a_newer_one_replaced_never_completes() -> None:
+    # Its TransferBound was lost, so nothing but the newer binding tells that it is over.
+    rig = Rig()
+    rig(started(binding=1))
+    rig(bound(binding=2))
+    rig(delivered(binding=1))
+    assert rig.completed == []
+    assert rig.rejected
+    rig(delivered(binding=2))
+    assert [message.binding for message in rig.completed] == [2]
+    rig.assert_nothing_left()

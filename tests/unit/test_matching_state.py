@@ -4,10 +4,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from kvflow.actors.matching.actor import limits_of
 from kvflow.actors.matching.effects import Bind, Effect, Emit, Fail, Release, Revoke
 from kvflow.actors.matching.inputs import EngineGone, EngineJoined, PairIncompatible, Received, Tick
 from kvflow.actors.matching.model import State
 from kvflow.actors.matching.state import step
+from kvflow.actors.transfer.actor import limits_of as transfer_limits
+from kvflow.config import Settings
 from kvflow.messages import (
     EngineRef,
     Message,
@@ -260,12 +263,6 @@ def test_cancel_that_overtakes_its_registration(desk: Desk) -> None:
     finish(desk)
 
 
-def test_cancel_after_completion_does_nothing(desk: Desk) -> None:
-    desk.take(opened("t", P), registered("t", D))
-    desk.take(completed(desk.bound))
-    assert desk.take(cancelled("t", D)) == []
-
-
 def test_cancel_of_a_failed_registration_is_answered_again(desk: Desk) -> None:
     desk.take(registered("t", D))
     desk.wait(WAITS[0])
@@ -452,3 +449,35 @@ def test_full_table_refuses_with_a_reason(desk: Desk) -> None:
     assert kinds(desk.take(opened("c", P))) == ["rejected"]
     assert [r.outcome for r in releases(desk.take(closed("c", P)))] == ["unknown"]
     assert desk.state.live == 2
+
+
+def test_i2_live_source_is_asked_again_and_again_before_its_writes_count_as_over(desk: Desk) -> None:
+    desk.state.limits = replace(LIMITS, quiesce_wait_s=40.0)
+    desk.take(opened("t", P), registered("t", D), cancelled("t", D))
+    asked = 1
+    while desk.now < 100.0 + 44.0:
+        new = desk.wait(1.0)
+        asked += len(revokes(new))
+        assert fails(new) == []
+    assert asked == 1 + 8
+    assert [f.reason for f in fails(desk.wait(1.0))] == ["cancelled"]
+    finish_later = desk.take(closed("t", P, reason="aborted"))
+    assert len(releases(finish_later)) == 1
+
+
+def test_i2_limits_outlast_what_a_transfer_actor_takes_to_answer() -> None:
+    settings = Settings(transfer_wait_s=40.0, quarantine_s=7.0)
+    limits = limits_of(settings)
+    assert limits.quiesce_wait_s >= transfer_limits(settings).settle_s + settings.quarantine_s
+
+
+def test_cancel_after_completion_is_answered_since_the_completion_may_be_lost(desk: Desk) -> None:
+    desk.take(opened("t", P), registered("t", D), closed("t", P), delivered("t", 1, P))
+    desk.take(completed(desk.bound))
+    assert [f.reason for f in fails(desk.take(cancelled("t", D)))] == ["cancelled"]
+
+
+def test_failed_registration_that_is_sent_again_is_answered_again(desk: Desk) -> None:
+    desk.take(registered("t", D))
+    assert [f.reason for f in fails(desk.wait(WAITS[0]))] == ["source_timeout"]
+    assert [f.reason for f in fails(desk.take(registered("t", D)))] == ["source_timeout"]

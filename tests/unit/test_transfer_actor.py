@@ -101,6 +101,12 @@ class CardsOnly(Directory):
     def __init__(self) -> None:
         super().__init__(MemoryBus(MemoryBroker()), SETTINGS)
 
+    lapsed = 0
+
+    def lapses(self, engine: EngineRef, rank: int) -> int:
+        assert (engine, rank) == (SOURCE, 0)
+        return self.lapsed
+
     def set(self, *cards: EngineCard) -> None:
         self._cards = {(card.engine, card.rank): card for card in cards}
 
@@ -375,6 +381,42 @@ async def test_a_message_that_cannot_be_sent_for_long_is_counted_and_given_up(
         await until(lambda: heard)
         assert outbox.lost == 1
         assert decode(heard[0]) == PROGRESS
+        tasks.cancel_scope.cancel()
+
+
+async def test_i2_a_lapsed_card_fences_bindings_before_anything_is_posted() -> None:
+    rig = Rig()
+    async with anyio.create_task_group() as tasks:
+        await rig.start(tasks)
+        rig.join(card())
+        await rig.say(bound())
+        await until(lambda: rig.actor.state.bindings)
+        rig.directory.lapsed = 1
+        await rig.say(PROGRESS)
+        await until(lambda: rig.of(TransferErrored))
+        assert rig.agent.writes == []
+        await rig.say(bound(2))  # lives: one lapse ends only what was bound before it
+        await until(lambda: rig.agent.writes)
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_target_that_is_cut_off_is_connected_anew_for_the_next_binding() -> None:
+    rig = Rig()
+    async with anyio.create_task_group() as tasks:
+        await rig.start(tasks)
+        rig.join(card())
+        await rig.say(bound())
+        await rig.say(PROGRESS)
+        await until(lambda: rig.agent.writes)
+        rig.directory.lapsed = 1
+        await rig.say(PROGRESS)
+        await until(lambda: rig.agent.peers == [])
+        assert rig.of(TransferErrored) == []  # its WRITE may still land
+        rig.actor.on_agent_event(PieceFailed(rig.agent.writes[0][0], "cut off"))
+        await until(lambda: rig.of(TransferErrored))
+        await rig.say(bound(2))
+        await until(lambda: len(rig.agent.writes) == 2)
+        assert rig.agent.peers == ["agent-d"]
         tasks.cancel_scope.cancel()
 
 

@@ -7,7 +7,9 @@ import pytest
 
 from kvflow.actors.transfer.book import TransferState
 from kvflow.actors.transfer.model import (
+    CardLapsed,
     DeliveryFailed,
+    DropPeer,
     Effect,
     Emit,
     Input,
@@ -703,3 +705,91 @@ def test_a_source_that_nobody_closes_is_forgotten_in_the_end() -> None:
     rig = Rig()
     rig(progress(64))
     rig.assert_nothing_left()
+
+
+def sealed_with_all_posted(lanes: tuple[Lane, ...], *, seal_first: bool) -> tuple[Rig, list[int]]:
+    """Return a rig with everything posted and the source sealed, and its pieces."""
+    rig = Rig(lanes)
+    rig(opened())
+    rig(bound())
+    if seal_first:
+        rig(closed())
+    rig(progress(PROMPT, last=True))
+    pieces = [piece.piece for piece in rig.of(PostPiece)]
+    if not seal_first:
+        rig(closed())
+    return rig, pieces
+
+
+def test_i1_revoked_while_the_notification_rides_is_delivered_not_quiesced() -> None:
+    # The target counts itself complete when the WRITE lands: matching must not let another source write there.
+    rig, (piece,) = sealed_with_all_posted(ONE_LANE, seal_first=True)
+    rig(revoked())
+    assert rig.reports == []
+    rig.done(piece)
+    assert [type(report) for report in rig.reports] == [TransferDelivered]
+    assert rig.of(SendNotification) == []
+    rig.assert_nothing_left()
+
+
+def test_i5_revoked_after_one_target_rank_was_notified_notifies_the_others() -> None:
+    rig, pieces = sealed_with_all_posted((Lane(0, 1), Lane(1, 1)), seal_first=False)
+    rig.done(pieces[0])
+    assert [note.delivered.target_rank for note in rig.of(SendNotification)] == [0]
+    rig(revoked())
+    assert rig.reports == []
+    rig.done(pieces[1])
+    assert [note.delivered.target_rank for note in rig.of(SendNotification)] == [1]
+    assert [type(report) for report in rig.reports] == [TransferDelivered]
+    rig.assert_nothing_left()
+
+
+def test_revoked_before_any_notification_is_quiesced_without_one() -> None:
+    rig, (piece,) = sealed_with_all_posted(ONE_LANE, seal_first=False)
+    rig(revoked())
+    rig.done(piece)
+    assert rig.of(SendNotification) == []
+    assert [type(report) for report in rig.reports] == [TransferQuiesced]
+
+
+def test_revoked_with_a_failed_piece_is_quiesced() -> None:
+    rig, pieces = sealed_with_all_posted((Lane(0, 1), Lane(1, 1)), seal_first=True)
+    rig(revoked())
+    rig.done(pieces[0])
+    rig(PieceFailed(pieces[1], "broken"))
+    assert [type(report) for report in rig.reports] == [TransferQuiesced]
+
+
+def test_i2_lapsed_card_stops_posting_and_cuts_off_what_is_in_flight() -> None:
+    # Matching may have declared this rank lost, and its WRITEs over: nothing more may be posted into those blocks.
+    rig = Rig()
+    rig(opened())
+    rig(bound())
+    rig(progress(48))
+    (piece,) = [post.piece for post in rig.of(PostPiece)]
+    rig(CardLapsed())
+    assert [drop.target for drop in rig.of(DropPeer)] == [TARGET]
+    assert rig.reports == []
+    rig(progress(PROMPT, known=3, last=True))
+    assert rig.of(PostPiece) == []
+    rig(PieceFailed(piece, "cut off"))
+    (report,) = rig.reports
+    assert isinstance(report, TransferErrored)
+    assert report.reason == "source_lost"
+    rig.assert_nothing_left()
+
+
+def test_i4_revocation_is_answered_in_bounded_time_whatever_the_wire_does() -> None:
+    rig = Rig(settle_s=30.0)
+    rig(opened())
+    rig(bound())
+    rig(progress(48))
+    rig(revoked())
+    rig.now += 29.0
+    rig(Tick())
+    assert rig.of(DropPeer) == []
+    rig.now += 2.0
+    rig(Tick())
+    assert [drop.target for drop in rig.of(DropPeer)] == [TARGET]
+    rig(Tick())
+    assert rig.of(DropPeer) == []

@@ -203,6 +203,11 @@ def _delivered(state: CompletionState, event: RankDelivered, now: float, out: li
     ):
         out.append(Reject(f"delivery of binding {event.binding} of {event.transfer_id} differs from what is known"))
         return
+    if _is_replaced(state, event.transfer_id, event.binding, request):
+        # Its registration has been bound anew: another source writes there, whatever this one has written before.
+        _end(state, key, now)
+        out.append(Reject(f"delivery of binding {event.binding} of {event.transfer_id}, which was replaced"))
+        return
     pending.request, pending.origin, pending.writers = request, origin, event.writers
     pending.active_until = now + state.limits.active_s
     pending.ranks.add(event.source_rank)
@@ -235,6 +240,14 @@ def _end_request(
     for binding in sorted(state.by_transfer.get(transfer_id, ())):
         if state.pending[transfer_id, binding].request == request and (before is None or binding < before):
             _end(state, (transfer_id, binding), now)
+
+
+def _is_replaced(state: CompletionState, transfer_id: str, number: int, request: tuple[str, int]) -> bool:
+    """Return whether a newer binding of the same registration is pending."""
+    return any(
+        binding > number and state.pending[transfer_id, binding].request == request
+        for binding in state.by_transfer.get(transfer_id, ())
+    )
 
 
 def _end(state: CompletionState, key: BindingKey, now: float) -> None:

@@ -265,7 +265,9 @@ def limits_of(settings: Settings) -> Limits:
         source_lease_s=settings.source_lease_s,
         compute_wait_s=settings.compute_wait_s,
         quarantine_s=settings.quarantine_s,
-        quiesce_wait_s=2 * settings.quarantine_s,
+        # A transfer actor cuts its WRITEs off after `transfer_wait_s`, and answers a quarantine later; the rest is for
+        # messages that get lost.
+        quiesce_wait_s=settings.transfer_wait_s + 2 * settings.quarantine_s,
         engine_grace_s=2 * settings.card_ttl_s,
         max_live=settings.max_live_transfers,
     )

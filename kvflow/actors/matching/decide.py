@@ -206,10 +206,7 @@ def arm(state: State, registration: Registration, now: float) -> None:
 
 def revoke(state: State, binding: Binding, reason: FailureReason, now: float, out: Effects) -> None:
     """Take a binding back, and bound the wait for its ranks to fall quiet."""
-    binding.revoked = reason
-    limits = state.limits
-    # A lost engine cannot answer: its WRITEs are over after the quarantine. A live one is asked again before that.
-    state.timers.schedule(binding, now + (limits.quarantine_s if binding.source.lost else limits.quiesce_wait_s))
+    await_quiet(state, binding, reason, now)
     out.append(revocation(binding, reason))
     out.append(
         Emit(
@@ -218,6 +215,17 @@ def revoke(state: State, binding: Binding, reason: FailureReason, now: float, ou
             )
         )
     )
+
+
+def await_quiet(state: State, binding: Binding, reason: FailureReason, now: float) -> None:
+    """Note that a binding was revoked, and start the clock of its ranks' answers.
+
+    A lost engine cannot answer: its WRITEs are over after the quarantine. A live one is asked again and again: its
+    WRITEs may be under way for as long as its transfer actor lets them.
+    """
+    binding.revoked = reason
+    binding.fence_at = now + state.limits.quiesce_wait_s + state.limits.quarantine_s
+    state.timers.schedule(binding, now + state.limits.quarantine_s)
 
 
 def revocation(binding: Binding, reason: FailureReason) -> Revoke:

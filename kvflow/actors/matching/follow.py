@@ -7,6 +7,7 @@ to the control stream before it acts on it, and a following state takes decision
 from kvflow.actors.matching.decide import (
     Effects,
     attach,
+    await_quiet,
     end,
     failure,
     forget_source,
@@ -69,8 +70,7 @@ def decided_revoke(state: State, now: float, message: TransferRevoked, out: Effe
     binding = transfer.bindings.get(message.binding) if transfer is not None else None
     if not state.following or binding is None or binding.revoked is not None:
         return
-    binding.revoked = message.reason
-    state.timers.schedule(binding, now + state.limits.quiesce_wait_s)
+    await_quiet(state, binding, message.reason, now)
 
 
 def decided_fail(state: State, now: float, message: TransferFailed, out: Effects) -> None:

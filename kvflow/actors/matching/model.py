@@ -16,7 +16,11 @@ _COMPACT_FROM = 64
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bound how long and how much the reducer waits and keeps. Durations are seconds."""
+    """Bound how long and how much the reducer waits and keeps. Durations are seconds.
+
+    `quiesce_wait_s` is how long a live source may take to answer a revocation; it has to outlast the time within which
+    a transfer actor answers whatever its WRITEs do. It is asked again every `quarantine_s` of it, and once at its end.
+    """
 
     source_lease_s: float = 30.0
     compute_wait_s: float = 600.0
@@ -98,7 +102,7 @@ class Binding:
     delivered: int = 0
     quiet: int = 0
     revoked: FailureReason | None = None
-    reminded: bool = False
+    fence_at: float = 0.0
     fenced: bool = False
     timer: int = 0
 

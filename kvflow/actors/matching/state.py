@@ -107,11 +107,10 @@ def _registration_due(state: State, registration: Registration, now: float, out:
 
 
 def _binding_due(state: State, binding: Binding, now: float, out: Effects) -> None:
-    """Ask a silent source once more; then take its WRITEs for over, as the quarantine allows."""
-    if binding.source.lost or binding.reminded:
+    """Ask a silent source once more; take its WRITEs for over when it is lost, or should have answered long ago."""
+    if binding.source.lost or now >= binding.fence_at:
         binding.fenced = True
         settle(state, binding.source.transfer, now, out)
     elif binding.revoked is not None:
-        binding.reminded = True
-        state.timers.schedule(binding, now + state.limits.quarantine_s)
+        state.timers.schedule(binding, min(now + state.limits.quarantine_s, binding.fence_at))
         out.append(revocation(binding, binding.revoked))

@@ -25,6 +25,8 @@ def target_registered(state: State, now: float, message: TargetRegistered, out: 
     if transfer is not None and older is not None and message.attempt <= older.attempt:
         if message.attempt < older.attempt and not _pending(transfer, message):
             _refuse(message, "cancelled", "a newer attempt came before", out)
+        elif message.attempt == older.attempt and older.ended and older.verdict not in {None, "cancelled"}:
+            out.append(failure(older))  # the engine may have missed it
         return
     if not _plausible(message):
         _refuse(message, "bad_registration", "its range, ranks or waits make no sense", out)
@@ -64,8 +66,9 @@ def target_cancelled(state: State, now: float, message: TargetCancelled, out: Ef
     if message.attempt < registration.attempt:
         return  # that attempt is ending already, because a newer one replaced it
     if registration.ended:
-        if registration.ended not in ("completed", "empty"):
-            out.append(failure(registration))  # the engine may have missed it
+        # The engine may have missed its end, completion included; every WRITE into it has landed by then.
+        if registration.ended != "empty":
+            out.append(failure(registration))
         return
     if registration.verdict is None:
         registration.verdict = "cancelled"

@@ -15,7 +15,9 @@ from kvflow.actors.base import Mailbox, decoding_handler
 from kvflow.actors.outbox import Outbox
 from kvflow.actors.transfer.book import TransferState
 from kvflow.actors.transfer.model import (
+    CardLapsed,
     DeliveryFailed,
+    DropPeer,
     Effect,
     Emit,
     Input,
@@ -77,7 +79,9 @@ class TransferActor:
         self._subjects = Subjects(settings.cluster)
         self._mailbox: Mailbox[Input] = Mailbox("transfer")
         self._outbox = Outbox(bus, EventSink(bus, self._subjects, "transfer"), "transfer")
-        self._peers = Peers(profile, agent, directory, self._outbox, self._subjects, self._mailbox.put)
+        self._directory = directory
+        self._lapses = 0
+        self._peers = Peers(profile, agent, directory, self._outbox, self._subjects, self._tell)
         self.state = TransferState(profile.engine, profile.rank, profile.geometry, limits_of(settings))
 
     @property
@@ -88,7 +92,7 @@ class TransferActor:
     def on_agent_event(self, event: PieceDone | PieceFailed | NotifyFailed) -> None:
         """Take a result of the agent; called on the event loop."""
         if not isinstance(event, NotifyFailed):
-            self._mailbox.put(event)
+            self._mailbox.put(event, own=True)  # a lost one would leave its binding waiting for ever
             return
         try:
             message = decode(event.payload)
@@ -96,9 +100,12 @@ class TransferActor:
             log.error("own_notification_unreadable", peer=event.peer, error=str(error))
             return
         if isinstance(message, RankDelivered):
-            self._mailbox.put(DeliveryFailed(message, event.detail))
+            self._mailbox.put(DeliveryFailed(message, event.detail), own=True)
         else:
             log.info("warm_up_failed", peer=event.peer, detail=event.detail)
+
+    def _tell(self, fact: Input) -> None:
+        self._mailbox.put(fact, own=True)
 
     def on_directory_change(self, change: DirectoryChange) -> None:
         """Take a change of the directory; called on the event loop."""
@@ -147,6 +154,11 @@ class TransferActor:
             if now >= tick_at:
                 tick_at = now + TICK_S
                 batch.append(Tick())
+            lapses = self._directory.lapses(self._profile.engine, self._profile.rank)
+            if lapses != self._lapses:
+                self._lapses = lapses
+                log.error("card_lapsed", engine=str(self._profile.engine), rank=self._profile.rank, lapses=lapses)
+                batch.insert(0, CardLapsed())  # before anything that may post
             for item in batch:
                 for effect in step(self.state, item, now):
                     self._perform(effect)
@@ -176,27 +188,29 @@ class TransferActor:
                 self._outbox.emit(effect.event)
             case StartPeer():
                 self._peers.want(effect.target)
+            case DropPeer():
+                self._peers.drop(effect.target, effect.detail)
 
     def _post(self, effect: PostPiece) -> None:
         tie = self._peers.tie(effect.target, effect.target_rank)
         if tie is None:
-            self._mailbox.put(PieceFailed(effect.piece, f"{effect.target} is not connected"))
+            self._mailbox.put(PieceFailed(effect.piece, f"{effect.target} is not connected"), own=True)
             return
         payload = b"" if effect.notification is None else encode(effect.notification)
         try:
             self._agent.write(effect.piece, tie.peer, planner(tie.plan, effect), notification=payload)
         except KvflowError as error:
-            self._mailbox.put(PieceFailed(effect.piece, str(error)))
+            self._mailbox.put(PieceFailed(effect.piece, str(error)), own=True)
 
     def _notify(self, delivered: RankDelivered) -> None:
         tie = self._peers.tie(delivered.target, delivered.target_rank)
         if tie is None:
-            self._mailbox.put(DeliveryFailed(delivered, f"{delivered.target} is not connected"))
+            self._mailbox.put(DeliveryFailed(delivered, f"{delivered.target} is not connected"), own=True)
             return
         try:
             self._agent.notify(tie.peer, encode(delivered))
         except KvflowError as error:
-            self._mailbox.put(DeliveryFailed(delivered, str(error)))
+            self._mailbox.put(DeliveryFailed(delivered, str(error)), own=True)
 
 
 def planner(plan: PairPlan, piece: PostPiece) -> Plan:
@@ -218,4 +232,5 @@ def limits_of(settings: Settings) -> Limits:
         bindings=settings.max_live_transfers,
         tombstones=settings.max_live_transfers,
         stale_s=longest + settings.quarantine_s,
+        settle_s=settings.transfer_wait_s,
     )

@@ -3,6 +3,7 @@
 from kvflow.actors.transfer.book import TransferState
 from kvflow.actors.transfer.model import (
     Binding,
+    DropPeer,
     Effect,
     Emit,
     Fence,
@@ -48,20 +49,21 @@ def advance(state: TransferState, binding: Binding, now: float, out: Effects) ->
         return
     _post_final(state, binding, binding.lanes, source, now, out)
     if source.sealed:
-        _notify_and_end(state, binding, binding.lanes, source, now, out)
+        _notify_and_end(state, binding, binding.lanes, source.last_at, now, out)
 
 
 def fail(state: TransferState, binding: Binding, reason: FailureReason, detail: str, now: float, out: Effects) -> None:
     """Post nothing more of a binding, and report its error once nothing of it is in flight."""
     if binding.fence is None:
-        binding.fence = Fence(reason, detail)
+        binding.fence = Fence(reason, now, detail)
+    binding.fence.failed = True
     _settle(state, binding, binding.fence, now, out)
 
 
 def revoke(state: TransferState, binding: Binding, reason: FailureReason, now: float, out: Effects) -> None:
     """Post nothing more of a binding, and answer Quiesced once nothing of it is in flight."""
     if binding.fence is None:
-        binding.fence = Fence(reason)
+        binding.fence = Fence(reason, now)
     binding.fence.revoked = True
     _settle(state, binding, binding.fence, now, out)
 
@@ -69,7 +71,7 @@ def revoke(state: TransferState, binding: Binding, reason: FailureReason, now: f
 def release(state: TransferState, binding: Binding, now: float, out: Effects) -> None:
     """Post nothing more of a binding whose source was released, and forget it once nothing of it is in flight."""
     if binding.fence is None:
-        binding.fence = Fence(None)
+        binding.fence = Fence(None, now)
     _settle(state, binding, binding.fence, now, out)
 
 
@@ -100,6 +102,15 @@ def keep_awake(state: TransferState, binding: Binding, now: float, out: Effects)
     for lane in binding.lanes or ():
         if lane.in_flight:
             _wake(state, binding, lane, now, out)
+
+
+def cut_off(state: TransferState, binding: Binding, now: float, out: Effects) -> None:
+    """Cut the target off when the pieces of a fenced binding take too long: somebody waits for their end."""
+    fence = binding.fence
+    if fence is not None and binding.in_flight and now - fence.since > state.limits.settle_s:
+        fence.since = now
+        target = binding.message.target
+        out.append(DropPeer(target, f"WRITEs to {target} did not end within {state.limits.settle_s:g} s"))
 
 
 def _land(state: TransferState, piece: Piece, now: float) -> Binding:
@@ -156,8 +167,9 @@ def _post_final(
 
 
 def _notify_and_end(
-    state: TransferState, binding: Binding, lanes: tuple[LaneState, ...], source: Source, now: float, out: Effects
-) -> None:
+    state: TransferState, binding: Binding, lanes: tuple[LaneState, ...], last_at: float | None, now: float,
+    out: Effects,
+) -> None:  # fmt: skip
     if lanes and binding.posted < binding.message.end:
         return
     for lane in lanes:
@@ -168,7 +180,7 @@ def _notify_and_end(
     if binding.in_flight:
         return
     # Bound after the last progress, the transfer could only begin then.
-    ready_at = max(binding.bound_at, source.last_at or binding.bound_at)
+    ready_at = max(binding.bound_at, last_at or binding.bound_at)
     first_post_at = now if binding.first_post_at is None else binding.first_post_at
     totals = binding.totals
     report = TransferDelivered(
@@ -192,6 +204,13 @@ def _notify_and_end(
 
 def _settle(state: TransferState, binding: Binding, fence: Fence, now: float, out: Effects) -> None:
     if binding.in_flight:
+        return
+    lanes = binding.lanes or ()
+    if fence.revoked and not fence.failed and any(lane.notified for lane in lanes):
+        # Notified means sealed, posted to the end and, by now, written. A target rank may count itself complete, so to
+        # say that this binding is off would let another source write there: it is delivered instead.
+        source = state.sources.get(binding.source_key)
+        _notify_and_end(state, binding, lanes, source.last_at if source is not None else None, now, out)
         return
     report: TransferQuiesced | TransferErrored | None = None
     if fence.revoked:

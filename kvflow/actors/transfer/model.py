@@ -76,13 +76,19 @@ class DeliveryFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class CardLapsed:
+    """Say that this rank's card may have expired: matching may count its WRITEs as over, and lets others write."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Say that time has passed."""
 
 
 Input = (
     SourceOpened | SourceClosed | SourceProgress | SourceReleased | TransferBound | TransferRevoked
-    | PieceDone | PieceFailed | DeliveryFailed | PeerReady | PeerUnknown | PeerLost | Tick
+    | PieceDone | PieceFailed | DeliveryFailed | PeerReady | PeerUnknown | PeerLost
+    | CardLapsed | Tick
 )  # fmt: skip
 
 
@@ -94,6 +100,14 @@ class StartPeer:
     """Find a target engine and make its agents known; answered with PeerReady or PeerUnknown."""
 
     target: EngineRef
+
+
+@dataclass(frozen=True, slots=True)
+class DropPeer:
+    """Cut the connections to a target engine, so that its pieces fail within a known time; answered with PeerLost."""
+
+    target: EngineRef
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +158,7 @@ class Emit:
     event: TransferEvent
 
 
-Effect = StartPeer | Wake | PostPiece | SendNotification | Report | Emit
+Effect = StartPeer | DropPeer | Wake | PostPiece | SendNotification | Report | Emit
 
 
 # ---------------------------------------------------------------- state
@@ -156,7 +170,8 @@ class Limits:
 
     `orphan_s` is how long a binding may wait for a source that is unknown here, or that was sealed without its last
     progress; `stale_s` how long anything may be kept without hearing of it; `memory_s` how long ended keys are
-    remembered; `wake_s` how often a target is asked to go on polling while pieces are under way.
+    remembered; `wake_s` how often a target is asked to go on polling while pieces are under way; `settle_s` how long
+    the pieces of a binding that posts nothing more may take before their target is cut off.
     """
 
     sources: int = 100_000
@@ -167,6 +182,7 @@ class Limits:
     stale_s: float = 900.0
     memory_s: float = 120.0
     wake_s: float = 1.0
+    settle_s: float = 30.0
 
 
 @dataclass(slots=True)
@@ -195,11 +211,13 @@ class LaneState:
 
 @dataclass(slots=True)
 class Fence:
-    """Say why a binding posts nothing more; a reason of None means that its source was released."""
+    """Say since when and why a binding posts nothing more; a reason of None means that its source was released."""
 
     reason: FailureReason | None
+    since: float
     detail: str = ""
     revoked: bool = False
+    failed: bool = False
 
 
 @dataclass(slots=True)

@@ -94,6 +94,11 @@ class Peers:
             self._connecting.add(target)
             self._tasks.start_soon(self._connect, target)
 
+    def drop(self, target: EngineRef, detail: str) -> None:
+        """Cut the connections to a target engine; the next binding to it connects anew."""
+        log.warning("target_cut_off", target=str(target), reason=detail)
+        self._retire(target, detail)
+
     def _joined(self, card: EngineCard) -> None:
         engine = card.engine
         if engine == self._profile.engine:

@@ -10,6 +10,7 @@ from typing import assert_never
 from kvflow.actors.transfer.bindings import (
     Effects,
     advance,
+    cut_off,
     errored,
     fail,
     keep_awake,
@@ -23,7 +24,9 @@ from kvflow.actors.transfer.bindings import (
 from kvflow.actors.transfer.book import TransferState
 from kvflow.actors.transfer.model import (
     Binding,
+    CardLapsed,
     DeliveryFailed,
+    DropPeer,
     Effect,
     Input,
     PeerLost,
@@ -89,6 +92,8 @@ def step(state: TransferState, event: Input, now: float) -> list[Effect]:  # noq
             _peer_lost(state, event, now, out)
         case DeliveryFailed():
             _delivery_failed(state, event, now, out)
+        case CardLapsed():
+            _card_lapsed(state, now, out)
         case Tick():
             _tick(state, now, out)
         case _:
@@ -298,12 +303,22 @@ def _peer_lost(state: TransferState, event: PeerLost, now: float, out: Effects) 
         fail(state, binding, "target_lost", event.detail or f"{event.target} has left", now, out)
 
 
+def _card_lapsed(state: TransferState, now: float, out: Effects) -> None:
+    detail = "this rank's card was not refreshed in time, so that its WRITEs may count as over"
+    bindings = list(state.bindings.values())
+    for binding in bindings:
+        fail(state, binding, "source_lost", detail, now, out)
+    for target in dict.fromkeys(binding.message.target for binding in bindings if binding.in_flight):
+        out.append(DropPeer(target, detail))
+
+
 def _tick(state: TransferState, now: float, out: Effects) -> None:
     state.expire_memories(now)
     limits = state.limits
     for binding in list(state.bindings.values()):
         if binding.in_flight:
             keep_awake(state, binding, now, out)
+            cut_off(state, binding, now, out)
         elif now - binding.touched > limits.orphan_s:
             _expire_binding(state, binding, now, out)
     for key, source in list(state.sources.items()):
