@@ -1,6 +1,5 @@
 """`kvflow demo --sim`: a node, two simulated engines and real transfers between them, checked byte by byte."""
 
-import os
 import secrets
 import signal
 import sys
@@ -13,14 +12,13 @@ from pathlib import Path
 import anyio
 import msgspec
 import structlog
-from anyio.streams.buffered import BufferedByteReceiveStream
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvflow.bus.connect import connect_bus
 from kvflow.bus.port import Delivery
-from kvflow.config import ENV_PREFIX, SETTING_NAMES, Settings
+from kvflow.config import Settings
 from kvflow.errors import KvflowError, WireError
 from kvflow.messages import Role, Subjects, TransferEvent, decode
 from kvflow.sim.channel import ProcessConfig
@@ -28,22 +26,14 @@ from kvflow.sim.control import launch_engine
 from kvflow.sim.engine import EngineConfig
 from kvflow.sim.layout import SimLayout
 from kvflow.sim.load import LoadConfig, plan_load
+from kvflow.sim.node import private_node
 from kvflow.sim.traffic import Deliveries, Traffic, TrafficReport
 
 log = structlog.get_logger()
 
-NODE_READY_S = 60.0
-NODE_STOP_S = 20.0
 QUIET_S = 15.0
 STOP_GRACE_S = 3.0
-MAX_READY_LINE = 64 * 1024
-# Loopback TCP works everywhere; UCX's other transports need more of the machine than a demo may assume.
-UCX_TLS = "tcp,self"
 EXIT_TERMINATED = 128 + signal.SIGTERM
-
-
-class SimDemoError(KvflowError):
-    """The demo's own node did not start or did not last."""
 
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +110,7 @@ async def _run(settings: Settings, load: LoadConfig, layout: SimLayout, concurre
         log_level="error" if settings.log_level == "info" else settings.log_level,
     )  # fmt: skip
     async with AsyncExitStack() as stack:
-        own = await stack.enter_async_context(_node(own))
+        own = await stack.enter_async_context(private_node(own))
         _tell("node", began)
         deliveries = await stack.enter_async_context(_watch_deliveries(own))
         roles: tuple[Role, ...] = ("source", "target")
@@ -153,56 +143,6 @@ def _engine(settings: Settings, role: Role, layout: SimLayout) -> ProcessConfig:
     name = "prefill" if role == "source" else "decode"
     engine = EngineConfig(engine_id=name, roles=(role,), layout=layout, step_s=0.001, token_s=30e-6, idle_step_s=0.0005)
     return ProcessConfig(engine=engine, settings=settings)
-
-
-@asynccontextmanager
-async def _node(settings: Settings) -> AsyncIterator[Settings]:
-    """Run `kvflow up` while the block runs, and yield the settings that reach it."""
-    up = [sys.executable, "-m", "kvflow.cli", "up", "--json"]
-    # The guard stops the node when this process dies, however that happens: it reads a pipe that we hold open.
-    command = [sys.executable, "-m", "kvflow.demo.guard", f"{NODE_STOP_S:g}", *up]
-    process = await anyio.open_process(command, stderr=None, env=_environment(settings))
-    try:
-        yield msgspec.structs.replace(settings, nats_url=await _wait_ready(process))
-    finally:
-        with anyio.CancelScope(shield=True):
-            if process.stdin is not None:
-                await process.stdin.aclose()
-            with anyio.move_on_after(2 * NODE_STOP_S):
-                await process.wait()
-            if process.returncode is None:
-                log.error("demo_node_killed", after_s=2 * NODE_STOP_S)
-            await process.aclose()
-
-
-async def _wait_ready(process: anyio.abc.Process) -> str:
-    """Return the NATS URL that the node says when it is ready."""
-    if process.stdout is None:
-        raise SimDemoError("the node's stdout is not a pipe")
-    lines = BufferedByteReceiveStream(process.stdout)
-    with anyio.move_on_after(NODE_READY_S):
-        try:
-            line = await lines.receive_until(b"\n", MAX_READY_LINE)
-            return msgspec.json.decode(line, type=_NodeReady).nats_url
-        except (anyio.IncompleteRead, anyio.EndOfStream) as error:
-            raise SimDemoError("the demo's node ended before it was ready", remedy="see its log above") from error
-        except msgspec.DecodeError as error:
-            raise SimDemoError(f"the demo's node said something else than that it is ready: {error}") from error
-    raise SimDemoError(f"the demo's node was not ready after {NODE_READY_S:g} s", remedy="see its log above")
-
-
-class _NodeReady(msgspec.Struct, frozen=True):
-    nats_url: str
-
-
-def _environment(settings: Settings) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-    ours = {
-        ENV_PREFIX + name.upper(): str(value).lower() if isinstance(value, bool) else str(value)
-        for name in SETTING_NAMES
-        if (value := getattr(settings, name)) != ""
-    }
-    return {"UCX_TLS": UCX_TLS} | kept | ours
 
 
 @asynccontextmanager

@@ -292,7 +292,7 @@ class SimEngine:
     # Checks.
 
     def _on_loaded(self, request: SimRequest) -> None:
-        end = request.local_hit_tokens + request.external_tokens
+        end = request.computed
         self._verify(request, end)
         if self.config.guard:
             for cache in self._caches:

@@ -66,6 +66,7 @@ class SimRequest:
     blocks: list[int] = field(default_factory=list)
     cached_blocks: int = 0
     holds_load: bool = False
+    admitted: bool = False
     local_hit_tokens: int = 0
     external_tokens: int = 0
     loads_failed: int = 0

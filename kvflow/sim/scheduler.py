@@ -206,7 +206,8 @@ class SimScheduler:
         return budget
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
-        for request in list(self._waiting):
+        # Who holds blocks goes first: behind a request that does not fit they would be kept for nothing.
+        for request in sorted(self._waiting, key=lambda waiting: not waiting.holds_load):
             if not budget or len(self._running) >= self._max_running:
                 return
             if request.status is Status.LOADING and not self._resume(request):
@@ -221,6 +222,7 @@ class SimScheduler:
             if not self._grow(request, request.computed + wanted):
                 self._give_back_hits(request)
                 return
+            self._admitted(request)
             self._hooks.allocated(request.request_id, (list(request.blocks),), 0)
             self._waiting.remove(request)
             request.status = Status.RUNNING
@@ -240,12 +242,14 @@ class SimScheduler:
         if not external and in_background:
             raise SimContractError(f"{request.request_id} is to load nothing in the background")
         request.blocks, request.cached_blocks, request.computed = hits, len(hits), local
-        request.local_hit_tokens = local
         if not external:
             return True
-        if not self._grow(request, local + external):
+        # Room for the whole prompt, though its last token is not loaded: what is loaded can then run without asking for
+        # more, else several loaded requests could hold all blocks and wait for one another.
+        if not self._grow(request, len(request.tokens)):
             self._give_back_hits(request)
             return None
+        self._admitted(request)
         request.external_tokens, request.holds_load = external, True
         request.computed = local + external
         request.status = Status.LOADING
@@ -265,6 +269,11 @@ class SimScheduler:
         else:
             self._reset(request)
         return True
+
+    def _admitted(self, request: SimRequest) -> None:
+        if not request.admitted:
+            # Of the first time only: what a preempted request finds again says nothing about its prompt.
+            request.admitted, request.local_hit_tokens = True, request.cached_blocks * self._block_tokens
 
     def _grow(self, request: SimRequest, tokens: int) -> bool:
         missing = self._blocks_for(tokens) - len(request.blocks)

@@ -185,6 +185,36 @@ def test_out_of_blocks_preempts_the_youngest_and_recomputes_it() -> None:
     assert bench.pool.used == 0
 
 
+def test_loaded_requests_run_though_one_before_them_does_not_fit() -> None:
+    bench = Bench(blocks=6, step=64)
+    for name in ("x", "y"):
+        bench.hooks.external[name] = (8, True)
+        bench.add(name, 9, output=2)
+    bench.step()
+    assert bench.pool.used == 6, "three blocks each: two loaded, and one for the last prompt token"
+    bench.add("big", 20)
+    bench.scheduler._waiting.insert(0, bench.scheduler._waiting.pop())
+    bench.scheduler.reported(set(), {"x", "y"}, set())
+    for _ in range(8):
+        bench.step()
+    assert bench.ended == {"x": "finished", "y": "finished", "big": "finished"}
+
+
+def test_the_first_admission_tells_the_local_hit() -> None:
+    bench = Bench(blocks=8, step=64)
+    tokens = list(range(13))
+    bench.scheduler.add(RequestSpec(request_id="a", prompt=tokens))
+    bench.step()
+    again = bench.scheduler.add(RequestSpec(request_id="b", prompt=tokens, max_tokens=4))
+    bench.step()
+    assert again.local_hit_tokens == 12
+    bench.scheduler._running.remove(again)
+    bench.scheduler._preempt(again)
+    bench.pool.drop_cached()
+    bench.step()
+    assert again.local_hit_tokens == 12
+
+
 def test_contract_errors_where_vllm_asserts() -> None:
     bench = Bench()
     bench.hooks.external["d"] = (9, True)
