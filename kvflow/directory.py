@@ -12,7 +12,7 @@ from typing import Literal
 
 import structlog
 
-from kvflow.bus.guard import call_guarded
+from kvflow.bus.guard import call_guarded, end_task
 from kvflow.bus.port import Bus, KeyValue, KvUpdate, Subscription
 from kvflow.config import Settings
 from kvflow.errors import BusError, WireError
@@ -105,7 +105,7 @@ class Directory:
         bucket = await self._open()
         previous = self._own.pop(key, None)
         if previous is not None:
-            await _end(previous)
+            await end_task(previous)
         await self._store(bucket, key, encode(card))
         self._own[key] = asyncio.create_task(self._refresh(bucket, key, encode(card)), name=f"card-{key[0]}-{key[1]}")
 
@@ -123,7 +123,7 @@ class Directory:
         if task is None:
             return
         self._stored_at.pop((engine, rank), None)
-        await _end(task)
+        await end_task(task)
         bucket = await self._open()
         await bucket.delete(self._key((engine, rank)))
 
@@ -150,7 +150,7 @@ class Directory:
     async def close(self) -> None:
         """Stop refreshing and watching; the cards stay until they expire (use `withdraw` to leave)."""
         for task in self._own.values():
-            await _end(task)
+            await end_task(task)
         self._own.clear()
         self._handlers.clear()
         await self._stop_watching()
@@ -164,7 +164,7 @@ class Directory:
         watch, self._watch = self._watch, None
         sweeper, self._sweeper = self._sweeper, None
         if sweeper is not None:
-            await _end(sweeper)
+            await end_task(sweeper)
         if watch is not None:
             await watch.unsubscribe()
         self._cards.clear()
@@ -206,12 +206,17 @@ class Directory:
                 failures = 0
 
     async def _sweep(self) -> None:
-        """Find ranks that were not refreshed; give everybody a new time to live while the bus is away."""
+        """Find ranks that were not refreshed; give everybody a new time to live while nobody could be heard.
+
+        That is while the bus is away, and after this process stood still: what came meanwhile has yet to be read.
+        """
         loop = asyncio.get_running_loop()
+        pause = min(EXPIRY_SLACK_S, self._ttl_s / 4)
+        now = loop.time()
         while True:
-            await asyncio.sleep(min(EXPIRY_SLACK_S, self._ttl_s / 4))
-            now = loop.time()
-            if not self._bus.connected:
+            await asyncio.sleep(pause)
+            asleep_since, now = now, loop.time()
+            if not self._bus.connected or now - asleep_since > 2 * pause:
                 self._expires = dict.fromkeys(self._expires, now + self._ttl_s + EXPIRY_SLACK_S)
             for key in [key for key, expires in self._expires.items() if expires <= now]:
                 self._remove(key, "lost")
@@ -269,8 +274,3 @@ class _Watching:
     async def unsubscribe(self) -> None:
         """Stop telling; calling it again does nothing."""
         await self._directory.unwatch(self)
-
-
-async def _end(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    await asyncio.wait({task})

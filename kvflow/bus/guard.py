@@ -18,6 +18,8 @@ log = structlog.get_logger()
 
 # nats-server ends a connection that sends a control line above 4096 bytes; the rest is for reply subjects and sizes.
 MAX_SUBJECT_LENGTH = 3584
+CANCEL_WAIT_S = 0.5
+CANCEL_TRIES = 6
 
 
 def check_subject(subject: str) -> None:
@@ -47,6 +49,19 @@ def call_on(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
     else:
         with contextlib.suppress(RuntimeError):  # it was closed just now
             loop.call_soon_threadsafe(work)
+
+
+async def end_task(task: "asyncio.Task[None]") -> None:
+    """Cancel a task and wait for its end, within a bound.
+
+    Up to Python 3.11 `wait_for`, which nats-py uses, loses a cancellation that meets its result: it may take two.
+    """
+    for _ in range(CANCEL_TRIES):
+        task.cancel()
+        done, _pending = await asyncio.wait({task}, timeout=CANCEL_WAIT_S)
+        if done:
+            return
+    log.error("task_did_not_end", task=task.get_name())
 
 
 async def bounded(work: Awaitable[None], timeout_s: float) -> None:

@@ -20,7 +20,7 @@ from nats.errors import MaxPayloadError, SlowConsumerError
 from nats.js import api
 from nats.js.errors import APIError, NoStreamResponseError
 
-from kvflow.bus.guard import bounded, call_guarded, check_subject
+from kvflow.bus.guard import bounded, call_guarded, check_subject, end_task
 from kvflow.bus.nats_core import CoreSubscription, Following
 from kvflow.bus.nats_dial import NATS_ERRORS, AccessError, dial, readable, servers_of, stream_error
 from kvflow.bus.nats_kv import NatsKeyValue, bucket_config
@@ -196,8 +196,7 @@ class NatsBus:
             return
         self._closing = True
         if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.wait({self._supervisor})
+            await end_task(self._supervisor)
         for follower in list(self._followers):
             await follower.stop()
         self._ready = False

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from kvflow.bus.connect import connect_bus
+from kvflow.bus.guard import end_task
 from kvflow.bus.memory import MemoryBroker, MemoryBus
 from kvflow.bus.port import Bus, Delivery, KvUpdate, StreamSpec
 from kvflow.config import Settings
@@ -336,3 +337,17 @@ async def test_a_closed_bus_refuses_and_says_so(connect: Connect, root: str) -> 
     await other.publish(f"{root}.x", b"")
     await settle(other)
     assert inbox.items == []
+
+
+async def test_a_task_that_loses_a_cancellation_is_ended_all_the_same() -> None:
+    async def stubborn() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await end_task(task)
+    assert task.cancelled()

@@ -336,3 +336,23 @@ async def test_i2_a_lapse_is_noticed_at_once_and_counted_once(monkeypatch: pytes
     await asyncio.sleep(0.2)
     assert publisher.lapses(card.engine, 0) == 2
     await publisher.close()
+
+
+async def test_i1_a_watcher_that_stood_still_does_not_declare_everybody_lost() -> None:
+    broker = MemoryBroker()
+    settings = Settings(card_ttl_s=0.6)
+    watcher = Directory(Deaf(MemoryBus(broker)), settings)  # type: ignore[arg-type]
+    changes: list[DirectoryChange] = []
+    await watcher.watch(changes.append)
+    card = card_of()
+    bucket = await MemoryBus(broker).key_value(Subjects(settings.cluster).bucket(BUCKET), ttl_s=3600)
+    key = Subjects(settings.cluster).card_key(card.engine, 0)
+    await bucket.put(key, encode(card))
+    await eventually(lambda: Joined(card) in changes)
+    await asyncio.sleep(0.2)
+    time.sleep(1.5)  # noqa: ASYNC251 - meanwhile the card is refreshed, which is read only later
+    await asyncio.sleep(0.3)
+    await bucket.put(key, encode(card))
+    await asyncio.sleep(0.3)
+    assert changes == [Synced(), Joined(card)]
+    await watcher.close()

@@ -481,3 +481,32 @@ def test_failed_registration_that_is_sent_again_is_answered_again(desk: Desk) ->
     desk.take(registered("t", D))
     assert [f.reason for f in fails(desk.wait(WAITS[0]))] == ["source_timeout"]
     assert [f.reason for f in fails(desk.take(registered("t", D)))] == ["source_timeout"]
+
+
+def test_closing_a_replaced_attempt_again_is_answered_since_its_release_may_be_lost(desk: Desk) -> None:
+    desk.take(opened("t", P, 1), closed("t", P, 1, "aborted"), opened("t", P, 2))
+    assert [r.attempt for r in releases(desk.take(closed("t", P, 1, "aborted")))] == [1]
+
+
+def test_i3_replaced_attempt_that_is_still_read_is_released_only_when_it_is_not(desk: Desk) -> None:
+    desk.take(opened("t", P, 1), registered("t", D))
+    first = desk.bound
+    desk.take(opened("t", P, 2))  # the closing of attempt 1 was lost
+    assert releases(desk.take(closed("t", P, 1, "aborted"))) == []
+    assert [r.attempt for r in releases(desk.take(quiesced(first)))] == [1]
+
+
+def test_i2_successor_of_a_lost_actor_cannot_vouch_for_what_it_had_in_flight(desk: Desk) -> None:
+    desk.take(opened("t", P), registered("t", D))
+    first = desk.bound
+    desk.gone(P)
+    step(desk.state, EngineJoined(desk.now, P, 1))
+    desk.take(opened("t", Q))
+    assert binds(desk.take(quiesced(first))) == []
+    assert [b.source for b in binds(desk.wait(LIMITS.quarantine_s))] == [Q]
+
+
+def test_cancel_of_a_replaced_registration_is_answered_again(desk: Desk) -> None:
+    desk.take(registered("t", D, 1), registered("t", D, 2))
+    assert [f.target_attempt for f in fails(desk.effects)] == [1]
+    assert [f.target_attempt for f in fails(desk.take(cancelled("t", D, 1)))] == [1]

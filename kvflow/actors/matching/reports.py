@@ -7,9 +7,12 @@ from kvflow.messages import TransferDelivered, TransferErrored, TransferQuiesced
 
 
 def transfer_quiesced(state: State, now: float, message: TransferQuiesced, out: Effects) -> None:
-    """Note that a rank has no WRITE of the binding in flight, and never will."""
+    """Note that a rank has no WRITE of the binding in flight, and never will.
+
+    Of a lost source it is not believed: a restarted actor says so of what its predecessor had in flight.
+    """
     binding = _binding(state, message)
-    if binding is not None and not binding.quiet >> message.rank & 1:
+    if binding is not None and not binding.source.lost and not binding.quiet >> message.rank & 1:
         binding.quiet |= 1 << message.rank
         settle(state, binding.source.transfer, now, out)
 

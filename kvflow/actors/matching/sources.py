@@ -2,10 +2,10 @@
 
 from kvflow.actors.matching.decide import Effects, arm, released, settle
 from kvflow.actors.matching.describe import source_event
-from kvflow.actors.matching.effects import Emit
+from kvflow.actors.matching.effects import Emit, Release
 from kvflow.actors.matching.model import Source, State, Transfer
 from kvflow.actors.matching.table import MAX_ATTEMPT, MAX_RANKS, MAX_TEXT, MAX_TOKENS, admit, bury, is_full
-from kvflow.messages import SourceClosed, SourceOpened, TransferEvent
+from kvflow.messages import SourceClosed, SourceOpened, SourceReleased, TransferEvent
 
 
 def source_opened(state: State, now: float, message: SourceOpened, out: Effects) -> None:
@@ -45,6 +45,7 @@ def source_closed(state: State, now: float, message: SourceClosed, out: Effects)
         _closed_unknown(state, now, message, out)
         return
     if message.attempt < source.attempt:
+        _closed_older(state, now, transfer, message, out)
         return
     if source.released:
         if message.reason != "preempted":
@@ -87,6 +88,7 @@ def _closed_unknown(state: State, now: float, message: SourceClosed, out: Effect
         bury(state, transfer, now)
     older = transfer.sources.get(message.source)
     if older is None and is_full(state, transfer.sources, state.limits.max_sources):
+        _free(message, out)
         return
     if older is not None:
         supersede(state, older)
@@ -97,6 +99,31 @@ def _closed_unknown(state: State, now: float, message: SourceClosed, out: Effect
     if message.reason != "preempted":
         out.append(released(source))
     settle(state, transfer, now, out)
+
+
+def _closed_older(state: State, now: float, transfer: Transfer, message: SourceClosed, out: Effects) -> None:
+    """Answer for an attempt that a newer one replaced: its engine may hold its blocks, and has missed their release."""
+    name = (message.source, message.attempt)
+    older = next((source for source in transfer.retiring if (source.engine, source.attempt) == name), None)
+    if older is None:
+        _free(message, out)
+    elif older.ended == "superseded" and message.reason != "preempted":
+        # Not taken for preempted any more: it is released as soon as nothing reads it.
+        older.sealed = True
+        settle(state, transfer, now, out)
+
+
+def _free(message: SourceClosed, out: Effects) -> None:
+    """Give the blocks of an attempt back that nothing reads and that is not kept here."""
+    if message.reason != "preempted":
+        out.append(
+            Release(
+                SourceReleased(
+                    transfer_id=message.transfer_id, attempt=message.attempt, source=message.source,
+                    request_id=message.request_id, outcome="unknown",
+                )
+            )
+        )  # fmt: skip
 
 
 def _plausible(message: SourceOpened) -> bool:

@@ -64,7 +64,10 @@ def target_cancelled(state: State, now: float, message: TargetCancelled, out: Ef
         _cancelled_unknown(state, now, message, out)
         return
     if message.attempt < registration.attempt:
-        return  # that attempt is ending already, because a newer one replaced it
+        # That attempt is ending already, because a newer one replaced it, or has ended and the engine missed it.
+        if not _pending(transfer, message):
+            _refuse(message, "cancelled", "a newer attempt came before", out)
+        return
     if registration.ended:
         # The engine may have missed its end, completion included; every WRITE into it has landed by then.
         if registration.ended != "empty":
@@ -143,7 +146,7 @@ def _cancelled_unknown(state: State, now: float, message: TargetCancelled, out: 
     settle(state, transfer, now, out)
 
 
-def _pending(transfer: Transfer, message: TargetRegistered) -> bool:
+def _pending(transfer: Transfer, message: TargetRegistered | TargetCancelled) -> bool:
     return any(
         (older.target, older.request_id, older.attempt) == (message.target, message.request_id, message.attempt)
         for older in transfer.superseded
