@@ -40,6 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     transfer_wait_s: Positive = 30.0
     source_lease_s: Positive = 30.0
     quarantine_s: Positive = 5.0
+    min_load_tokens: Annotated[int, msgspec.Meta(ge=1)] = 32
     max_live_transfers: Annotated[int, msgspec.Meta(ge=1)] = 100_000
     control_retention_s: Positive = 900.0
     events_retention_s: Positive = 3600.0

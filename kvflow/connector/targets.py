@@ -78,8 +78,7 @@ class Targets:
         if target is None or target.phase is not Phase.WANTED:
             return 0
         target.computed = computed
-        wanted = self._movable(target) - computed
-        return wanted if wanted > 0 and self._desk.usable else 0
+        return self._missing(target) if self._desk.usable else 0
 
     def allocated(self, request_id: str, blocks: BlockTable, external: int) -> None:
         """Register the blocks for `external` tokens, or an empty range when nothing is to be loaded."""
@@ -88,7 +87,7 @@ class Targets:
             return
         if external <= 0:
             target.phase = Phase.ENDED
-            if self._movable(target) > target.computed:
+            if self._missing(target):
                 self._desk.compute_locally(request_id, "unavailable", "the node or the bus cannot be reached")
             self._register_nothing(target)
             return
@@ -134,9 +133,13 @@ class Targets:
         self._by_request.clear()
         self._loads.clear()
 
-    def _movable(self, target: Target) -> int:
-        """Return up to which token the KV can come from elsewhere: short of the last one, in whole atoms."""
-        return (target.tokens - 1) // self._desk.atom_tokens * self._desk.atom_tokens
+    def _missing(self, target: Target) -> int:
+        """Return how many tokens' KV can come from elsewhere: not the last one's, which vLLM computes to sample from it."""
+        if target.computed % self._desk.atom_tokens:
+            return 0  # a block that others may use as well, and that could only be written whole
+        missing = target.tokens - 1 - target.computed
+        # A few tokens are computed in the step that has to compute the last one anyway: nothing to wait for.
+        return missing if missing >= self._desk.settings.min_load_tokens else 0
 
     def _register(self, target: Target, start: int, end: int, blocks: BlockTable) -> None:
         desk = self._desk

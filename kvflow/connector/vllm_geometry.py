@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from kvflow.connector.layout import LayerRole, LayerTensor, dims, head_share, views_of
@@ -67,10 +68,11 @@ def describe_cache(
         role = _role(spec, number, groups[number], total_heads, tp_rank, tp_size)
         segment = list(storages).index(tensor.untyped_storage().data_ptr())
         views.extend(views_of(_place(name, tensor, segment), role, kv_cache_config.num_blocks))
-    opaque = [view for view in views if device.type == "cpu" and view.part == "kv"]
-    atom = math.lcm(*(view.block_tokens for view in opaque)) if opaque else 1
+    if device.type == "cpu":
+        views = [_as_atoms(view) for view in views]
+    atom = math.lcm(*(view.atom_tokens for view in views))
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    layout = f":cpu-blocks-of-{atom}" if opaque else ""
+    layout = f":cpu-blocks-of-{atom}" if atom > 1 else ""
     held = tuple(storages.values())
     return Cache(
         geometry=KvGeometry(
@@ -81,6 +83,10 @@ def describe_cache(
         atom_tokens=atom,
         storages=held,
     )
+
+
+def _as_atoms(view: KvView) -> KvView:
+    return msgspec.structs.replace(view, atom_tokens=view.block_tokens) if view.part == "kv" else view
 
 
 def _group(number: int, group: Any) -> KvGroup:

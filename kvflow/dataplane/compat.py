@@ -91,7 +91,10 @@ def match_views(source: Iterable[KvView], target: KvView, siblings: Iterable[KvV
     theirs = {view.part: view for view in siblings}
     if target.part in ours:
         found = ours[target.part]
-        return [ViewPair(found, target)] if found.row_bytes == target.row_bytes else []
+        same = (found.row_bytes, found.atom_tokens) == (target.row_bytes, target.atom_tokens)
+        return [ViewPair(found, target)] if same else []
+    if any(view.atom_tokens > 1 for view in (target, *ours.values(), *theirs.values())):
+        return []  # K and V cannot be told apart inside an atom
     if target.part in {"k", "v"} and "kv" in ours and _splits(ours["kv"], theirs):
         key, value = _split(ours["kv"], theirs["k"].row_bytes)
         return [ViewPair(key if target.part == "k" else value, target)]
@@ -207,11 +210,8 @@ def _group_reason(
 def _rows_reason(view: KvView, profile: EngineProfile, layers: _Layers, holders: _Holders) -> str | None:
     for _, views in holders[view.layer]:
         if not match_views(views, view, layers[view.layer]):
-            held = ", ".join(f"{found.part} of {found.row_bytes} bytes" for found in views)
-            return (
-                f"layer {view.layer}: rows differ: {held} on the source, "
-                f"{view.part} of {view.row_bytes} bytes on the target"
-            )
+            held = ", ".join(_rows(found) for found in views)
+            return f"layer {view.layer}: rows differ: {held} on the source, {_rows(view)} on the target"
     held_heads = tuple((rank, found[0].head_start, found[0].heads) for rank, found in _held(view, layers, holders))
     assigned = _assign(view.head_start, view.heads, held_heads, profile.rank)
     written = sum(high - low for _, ranges in assigned for low, high in ranges)
@@ -231,6 +231,11 @@ def _fingerprint_reason(ours: EngineProfile, theirs: EngineProfile) -> str:
     )
     more = f"; {len(differing) - 4} more" if len(differing) > 4 else ""
     return f"models differ between {_who(ours)} and {_who(theirs)}: {shown or 'order of fields'}{more}"
+
+
+def _rows(view: KvView) -> str:
+    atoms = f" in atoms of {view.atom_tokens} tokens" if view.atom_tokens > 1 else ""
+    return f"{view.part} of {view.row_bytes} bytes{atoms}"
 
 
 def _who(profile: EngineProfile) -> str:

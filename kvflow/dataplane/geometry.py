@@ -77,6 +77,7 @@ def _check_view(view: KvView, geometry: KvGeometry, segments: Sequence[KvSegment
     sizes = {
         "blocks": view.blocks, "block_tokens": view.block_tokens, "heads": view.heads, "row_bytes": view.row_bytes,
         "block_stride": view.block_stride, "head_stride": view.head_stride, "token_stride": view.token_stride,
+        "atom_tokens": view.atom_tokens,
     }  # fmt: skip
     for name, value in sizes.items():
         if not 1 <= value <= _LIMIT:
@@ -89,6 +90,8 @@ def _check_view(view: KvView, geometry: KvGeometry, segments: Sequence[KvSegment
     group_tokens = geometry.groups[view.group].block_tokens
     if group_tokens % view.block_tokens:
         raise PeerError(f"{where}: its blocks of {view.block_tokens} tokens do not divide the group's {group_tokens}")
+    if view.block_tokens % view.atom_tokens:
+        raise PeerError(f"{where}: atoms of {view.atom_tokens} tokens do not divide blocks of {view.block_tokens}")
     needed = geometry.num_blocks * (group_tokens // view.block_tokens)
     if view.blocks < needed:
         raise PeerError(f"{where}: holds {view.blocks} blocks, but block ids reach {needed}")

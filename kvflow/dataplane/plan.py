@@ -8,6 +8,7 @@ block pairs. Everything else (partial blocks, other block sizes, strides or head
 arithmetic at a finer grain.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class _Shape:
     target_block: int
     target_head: int
     target_token: int
+    atom: int
 
     @property
     def heads_dense(self) -> bool:
@@ -146,21 +148,23 @@ class PairPlan:
         """Return the runs that copy the tokens [start, end); raise TransferError when a block table does not fit.
 
         Tables are per group of each side. `range_end` is where the whole transfer ends (default `end`): layers of a
-        window group need only the blocks of the last tokens before it, whatever piece is asked for.
+        window group need only the blocks of the last tokens before it, whatever piece is asked for. Views with atoms
+        must be asked for from an atom's first token on; the last atom is copied whole.
         """
         if not 0 <= start <= end:
             raise TransferError(f"token range [{start}, {end}) is malformed")
         _check_tables(source_tables, self._source, "source")
         _check_tables(target_tables, self._target, "target")
         parts: list[tuple[Ints, Ints, Ints]] = []
-        spans_of: dict[tuple[int, int, int, int], _Spans | None] = {}
+        spans_of: dict[tuple[int, ...], _Spans | None] = {}
         for bundle in self._bundles:
             shape = bundle.shape
-            key = (shape.source_group, shape.target_group, shape.source_tokens, shape.target_tokens)
+            key = (shape.source_group, shape.target_group, shape.source_tokens, shape.target_tokens, shape.atom)
             if key not in spans_of:
                 group = self._target.groups[shape.target_group]
                 first = _first_needed(group, start, end if range_end is None else range_end)
-                spans_of[key] = self._spans(shape, source_tables, target_tables, first, end) if first < end else None
+                stop = _whole_atoms(first, end, shape.atom)
+                spans_of[key] = self._spans(shape, source_tables, target_tables, first, stop) if first < stop else None
             spans = spans_of[key]
             if spans is not None:
                 parts.extend(_bundle_runs(bundle, spans))
@@ -188,6 +192,13 @@ class PairPlan:
             shape.target_tokens, self._target.num_blocks, "target",
         )  # fmt: skip
         return _Spans(source_block, source_token, target_block, target_token, np.diff(cuts))
+
+
+def _whole_atoms(start: int, end: int, atom: int) -> int:
+    """Return `end` rounded up to whole atoms; raise TransferError when the range begins inside one."""
+    if start < end and start % atom:
+        raise TransferError(f"tokens [{start}, {end}) begin inside an atom of {atom} tokens, which moves as a whole")
+    return end + -end % atom
 
 
 def _first_needed(group: KvGroup, start: int, range_end: int) -> int:
@@ -370,6 +381,7 @@ def _shape(pair: ViewPair, heads: int) -> _Shape:
         source_tokens=source.block_tokens, target_tokens=target.block_tokens,
         source_block=source.block_stride, source_head=source.head_stride, source_token=source.token_stride,
         target_block=target.block_stride, target_head=target.head_stride, target_token=target.token_stride,
+        atom=math.lcm(source.atom_tokens, target.atom_tokens),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvflow.config import PlacementChoice
+from kvflow.config import PlacementChoice, Settings
 from kvflow.demo.processes import GuardedProcess
 
 EngineRole = Literal["producer", "consumer", "both", "none"]
@@ -44,6 +44,7 @@ class EngineSpec:
     cores: str = "auto"
     omp_threads: int | None = None
     placement: PlacementChoice = "auto"
+    min_load_tokens: int = Settings().min_load_tokens
     cluster: str = "default"
     runtime_dir: Path | None = None
     extra_args: tuple[str, ...] = ()
@@ -120,6 +121,7 @@ def transfer_config(spec: EngineSpec, port: int) -> dict[str, object]:
     options = dict(spec.connector_options)
     if spec.connector == "KvflowConnector":
         options.setdefault("api_url", f"http://{spec.host}:{port}")
+        options.setdefault("min_load_tokens", spec.min_load_tokens)
         config["kv_load_failure_policy"] = "recompute"
     else:
         config["kv_buffer_device"] = "cpu"

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -89,25 +90,35 @@ def row_of(tokens_in: int, ours: Completion, alone: Completion, events: Sequence
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the report for people."""
-    table = Table(title="Prefill on one engine, decode on another", caption=_caption(report), caption_justify="left")
-    for name in ("in", "out", "TTFT ms", "TPOT ms", "bytes", "pieces", "pushed early", "queue", "prefill", "last chunk",
-                 "hand-off", "first decode", "tokens equal"):  # fmt: skip
-        table.add_column(name, justify="right")
+    """Print the report for people: what a user felt, then what crossed and where the time went."""
+    felt = Table(
+        title="Prefill and decode on two engines (in brackets: alone)", title_justify="left", box=box.SIMPLE
+    )
+    crossed = Table(
+        title="What crossed, and where the time to first token went (ms)", title_justify="left",
+        caption=_caption(report), caption_justify="left", box=box.SIMPLE,
+    )  # fmt: skip
+    for name in ("prompt", "answer", "TTFT ms", "TPOT ms", "tokens equal"):
+        felt.add_column(name, justify="right")
+    for name in ("prompt", "MB", "pieces", "early", "queue", "prefill", "chunk", "hand-off", "decode"):
+        crossed.add_column(name, justify="right")
     for row in report.requests:
-        table.add_row(
+        felt.add_row(
             str(row.tokens_in),
             str(row.tokens_out),
             f"{row.ttft_ms:.1f} [dim]({row.alone_ttft_ms:.1f})",
             f"{row.tpot_ms:.1f} [dim]({row.alone_tpot_ms:.1f})",
-            "[dim]too short" if row.nothing_to_move else _bytes(row.bytes),
-            str(row.pieces),
-            f"{row.pushed_early:.0%}",
-            *(f"{value:.1f}" for value in (row.queue_ms, row.prefill_ms, row.last_chunk_ms, row.handoff_ms)),
-            f"{row.first_decode_ms:.1f}",
             "[green]yes" if row.good else f"[red]{'no transfer' if row.equal else 'NO'}",
         )
-    console.print(table)
+        stages = (row.queue_ms, row.prefill_ms, row.last_chunk_ms, row.handoff_ms, row.first_decode_ms)
+        crossed.add_row(
+            str(row.tokens_in),
+            "[dim]none" if row.nothing_to_move else f"{row.bytes / 1e6:.2f}",
+            str(row.pieces),
+            f"{row.pushed_early:.0%}",
+            *(f"{stage:.1f}" for stage in stages),
+        )
+    console.print(felt, crossed)
     for row in report.requests:
         if row.problem:
             console.print(f"[red]{row.tokens_in} tokens: {row.problem}")
@@ -117,10 +128,7 @@ def print_report(report: Report, console: Console) -> None:
 
 def _caption(report: Report) -> str:
     return (
-        f"In brackets: one engine alone. Stages in ms. “Pushed early”: bytes that had arrived before prefill ended. "
-        f"{report.cores} cores; with few of them the engines slow each other down."
+        "early: share of the bytes that had arrived before prefill ended; chunk: from the end of prefill until the "
+        "last byte was written; hand-off: until decode was told; decode: until its first token. "
+        f"{report.cores} cores, shared by all engines."
     )
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e6:.2f} MB" if count >= 100_000 else f"{count / 1e3:.1f} kB"

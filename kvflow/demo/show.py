@@ -31,7 +31,7 @@ from kvflow.demo.report import Report, Row, print_report, row_of
 from kvflow.errors import ConfigError
 from kvflow.router.app import serving
 
-PROMPT_LENGTHS = (16, 200, 1000, 4000)
+PROMPT_LENGTHS = (48, 200, 1000, 4000)
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 1024
 MODEL_LENGTH = 8192

@@ -26,6 +26,8 @@ class KvView(msgspec.Struct, frozen=True, kw_only=True):
     `segment base + offset + b*block_stride + h*head_stride + t*token_stride + c`, with c < row_bytes. All in bytes.
     `part` is "kv" when K and V are packed in the innermost dimension, else "k", "v" or "latent".
     `head_start` is the first global KV head that this rank holds; `total_heads` is the model's number of KV heads.
+    `atom_tokens` > 1 says that a kernel interleaves that many consecutive tokens (aligned in their block) in a way of its
+    own: they are only ever moved together, between views of equal atoms, and token strides inside one mean nothing.
     """
 
     layer: str
@@ -42,6 +44,7 @@ class KvView(msgspec.Struct, frozen=True, kw_only=True):
     block_stride: int
     head_stride: int
     token_stride: int
+    atom_tokens: int = 1
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):

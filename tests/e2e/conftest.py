@@ -65,13 +65,13 @@ def alone(model: Path, log_dir: Path) -> Iterator[VllmEngine]:
 @pytest.fixture(scope="session")
 def process_pair(model: Path, log_dir: Path, cluster: Settings, alone: VllmEngine) -> Iterator[Pair]:
     """Run a pair whose agents live in node processes, with small blocks and prefix caching."""
-    yield from _pair(model, log_dir, cluster, placement="process", block=32, prefix_caching=True)
+    yield from _pair(model, log_dir, cluster, placement="process", block=32, prefix_caching=True, min_load_tokens=32)
 
 
 @pytest.fixture(scope="session")
 def engine_pair(model: Path, log_dir: Path, cluster: Settings, alone: VllmEngine) -> Iterator[Pair]:
-    """Run a pair whose agents live in the engines, with large blocks."""
-    yield from _pair(model, log_dir, cluster, placement="engine", block=128, prefix_caching=False)
+    """Run a pair whose agents live in the engines, with large blocks; even a single token is transferred."""
+    yield from _pair(model, log_dir, cluster, placement="engine", block=128, prefix_caching=False, min_load_tokens=1)
 
 
 @pytest.fixture
@@ -81,15 +81,16 @@ async def stage(cluster: Settings, alone: VllmEngine) -> AsyncIterator[Stage]:
 
 
 def _pair(
-    model: Path, log_dir: Path, cluster: Settings, *, placement: PlacementChoice, block: int, prefix_caching: bool
-) -> Iterator[Pair]:
+    model: Path, log_dir: Path, cluster: Settings, *, placement: PlacementChoice, block: int, prefix_caching: bool,
+    min_load_tokens: int,
+) -> Iterator[Pair]:  # fmt: skip
     with ExitStack() as stack:
         roles: tuple[tuple[str, EngineRole], ...] = (("prefill", "producer"), ("decode", "consumer"))
         engines = [
             _start(
                 stack,
                 _spec(f"{name}-{placement}", role, model, cluster, block=block, core=core, placement=placement,
-                      prefix_caching=prefix_caching),
+                      prefix_caching=prefix_caching, min_load_tokens=min_load_tokens),
                 log_dir,
             )
             for core, (name, role) in enumerate(roles)
@@ -110,6 +111,7 @@ def _spec(
     core: int,
     placement: PlacementChoice = "auto",
     prefix_caching: bool = False,
+    min_load_tokens: int = 1,
 ) -> EngineSpec:
     cores = sorted(os.sched_getaffinity(0))
     return EngineSpec(
@@ -121,6 +123,7 @@ def _spec(
         max_num_batched_tokens=CHUNK_TOKENS,
         num_blocks=CACHE_TOKENS // block,
         prefix_caching=prefix_caching,
+        min_load_tokens=min_load_tokens,
         cores=str(cores[core % len(cores)]),
         placement=placement,
         cluster=cluster.cluster if cluster else "default",

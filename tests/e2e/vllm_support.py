@@ -37,11 +37,13 @@ class Pair:
     def movable(self, tokens: int, cached: int = 0) -> int:
         """Return how many of a prompt's tokens cross when the target has the first `cached` ones.
 
-        The target always computes the last token itself. CPU attention interleaves the tokens of a block, so that only
-        whole blocks can be moved.
+        The target always computes the last token itself, and all that is missing when that is little. CPU attention
+        interleaves the tokens of a block, so that the last block is moved whole.
         """
         block = self.decode.spec.block_size
-        return max(0, (tokens - 1) // block * block - cached)
+        if tokens - 1 - cached < self.decode.spec.min_load_tokens:
+            return 0
+        return -(-(tokens - 1) // block) * block - cached
 
 
 @dataclass(slots=True)

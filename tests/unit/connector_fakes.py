@@ -96,7 +96,7 @@ def scheduler(
     settings: Settings | None = None,
 ) -> tuple[SchedulerHalf, FakeSchedulerPort]:
     port = FakeSchedulerPort()
-    half = SchedulerHalf(settings or Settings(), port, roles=roles, groups=groups)
+    half = SchedulerHalf(settings or Settings(min_load_tokens=1), port, roles=roles, groups=groups)
     half.start(ENGINE, 2, atom_tokens=atom_tokens)
     return half, port
 

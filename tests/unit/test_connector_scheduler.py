@@ -194,16 +194,22 @@ def test_target_registers_what_it_misses_by_position() -> None:
     assert half.matched_tokens("r", 0) == (0, False)
 
 
-def test_target_takes_whole_atoms_only() -> None:
-    half, port = scheduler(atom_tokens=BLOCK)
+def test_target_never_starts_inside_an_atom() -> None:
+    half, _ = scheduler(atom_tokens=BLOCK)
     half.on_new_request("r", target_params(), PROMPT)
-    assert half.matched_tokens("r", 0) == (3 * BLOCK, True)
-    half.on_new_request("short", target_params("t2"), PROMPT[:BLOCK])
-    assert half.matched_tokens("short", 0) == (0, False)
-    half.allocated("short", ([1],), 0)
+    assert half.matched_tokens("r", 1) == (0, False)
+    assert half.matched_tokens("r", BLOCK) == (len(PROMPT) - 1 - BLOCK, True)
+    assert half.matched_tokens("r", 0) == (len(PROMPT) - 1, True)
+
+
+def test_target_computes_a_short_tail_itself_and_lets_the_source_go() -> None:
+    half, port = scheduler(settings=Settings(min_load_tokens=BLOCK))
+    half.on_new_request("r", target_params(), PROMPT)
+    assert half.matched_tokens("r", 3 * BLOCK) == (0, False)
+    half.allocated("r", ([5, 6, 7, 8],), 0)
     (message,) = port.take()
     assert isinstance(message, TargetRegistered)
-    assert message.start == message.end == BLOCK - 1
+    assert message.start == message.end
     assert not half.counters["local_unavailable"]
 
 

@@ -11,7 +11,7 @@ LAYERS, BLOCKS, TOKENS, HEADS, ROW = 4, 32, 8, 2, 16
 BLOCK_BYTES = TOKENS * HEADS * ROW
 
 
-def cache(*, together: bool = False, token_major: bool = False, window: int = 0) -> KvGeometry:
+def cache(*, together: bool = False, token_major: bool = False, window: int = 0, atom_tokens: int = 1) -> KvGeometry:
     """Return a cache with one array per layer, or with all layers of a block together."""
     views = tuple(
         KvView(
@@ -20,6 +20,7 @@ def cache(*, together: bool = False, token_major: bool = False, window: int = 0)
             blocks=BLOCKS, block_tokens=TOKENS, heads=HEADS, head_start=0, total_heads=HEADS, row_bytes=ROW,
             block_stride=BLOCK_BYTES * (LAYERS if together else 1),
             head_stride=ROW if token_major else TOKENS * ROW, token_stride=HEADS * ROW if token_major else ROW,
+            atom_tokens=atom_tokens,
         )
         for layer in range(LAYERS)
     )  # fmt: skip
@@ -121,3 +122,22 @@ def test_caches_without_a_common_layer_are_refused() -> None:
 def test_windows_that_differ_are_refused() -> None:
     with pytest.raises(PeerError, match="window 5"):
         plan(cache(window=5), cache())
+
+
+def test_i6_the_last_atom_is_copied_whole_and_nothing_beyond_it() -> None:
+    atoms = cache(atom_tokens=TOKENS // 2)
+    pair = plan(atoms, atoms)
+    assert pair.runs(table(1, 2), table(5, 9), 0, TOKENS + 1).total_bytes == LAYERS * BLOCK_BYTES * 3 // 2
+    assert pair.runs(table(1, 2), table(5, 9), TOKENS, TOKENS + TOKENS // 2).total_bytes == LAYERS * BLOCK_BYTES // 2
+    assert pair.runs(table(1), table(5), 0, 0).total_bytes == 0
+
+
+def test_i6_a_range_that_begins_inside_an_atom_is_refused() -> None:
+    atoms = cache(atom_tokens=TOKENS)
+    with pytest.raises(TransferError, match="inside an atom of 8 tokens"):
+        plan(atoms, atoms).runs(table(1), table(5), 1, TOKENS)
+
+
+def test_caches_of_different_atoms_cannot_be_matched() -> None:
+    with pytest.raises(PeerError):
+        plan(cache(atom_tokens=TOKENS), cache())
