@@ -91,9 +91,7 @@ def row_of(tokens_in: int, ours: Completion, alone: Completion, events: Sequence
 
 def print_report(report: Report, console: Console) -> None:
     """Print the report for people: what a user felt, then what crossed and where the time went."""
-    felt = Table(
-        title="Prefill and decode on two engines (in brackets: alone)", title_justify="left", box=box.SIMPLE
-    )
+    felt = Table(title="Prefill and decode on two engines (in brackets: alone)", title_justify="left", box=box.SIMPLE)
     crossed = Table(
         title="What crossed, and where the time to first token went (ms)", title_justify="left",
         caption=_caption(report), caption_justify="left", box=box.SIMPLE,
