@@ -3,7 +3,6 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-NICE_TESTS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-sim test check lint types contracts unit format lock clean
@@ -34,7 +33,7 @@ demo-sim: $(STAMP) ## The same with simulated engines, in seconds
 	@$(BIN)/kvflow demo --sim
 
 test: check-static ## Set up and pass all tests, the real-vLLM ones included
-	$(BIN)/pytest
+	$(BIN)/pytest tests/unit tests/property tests/contract tests/integration tests/e2e --durations=15
 
 check: check-static unit ## Lint, types, layer contracts and unit tests
 
