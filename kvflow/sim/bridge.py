@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvflow import __version__
+import msgspec
+
 from kvflow.config import Settings
 from kvflow.connector.bridge import Bridge
 from kvflow.connector.link import SchedulerLink, WorkerLink
@@ -44,6 +46,8 @@ def attach_connector(
     stop: threading.Event | None = None,
 ) -> SimConnector:
     """Start the halves and wait until transfers work; raise PeerError when they do not in time, or `stop` is set."""
+    # A simulation is there to move bytes and have them checked, however few.
+    settings = msgspec.structs.replace(settings, min_load_tokens=1)
     engine = EngineRef(engine_id=config.engine_id, incarnation=new_incarnation())
     placement: Placement = "engine" if settings.placement == "engine" else "process"
     # A bridge per rank, as when each is a process; the scheduler shares the first rank's.
