@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvflow import __version__
 import msgspec
 
+from kvflow import __version__
 from kvflow.config import Settings
 from kvflow.connector.bridge import Bridge
 from kvflow.connector.link import SchedulerLink, WorkerLink
