@@ -12,6 +12,7 @@ from kvflow.actors.transfer.actor import TransferActor
 from kvflow.bus.connect import connect_bus
 from kvflow.bus.port import Bus
 from kvflow.config import Settings
+from kvflow.dataplane.agent import DrivenAgent
 from kvflow.dataplane.memory import MemoryRange
 from kvflow.dataplane.port import AgentEvent, Notified, NotifyFailed, PieceDone, PieceFailed, TransferAgent
 from kvflow.directory import Directory
@@ -147,13 +148,18 @@ async def run_rank_over(
     ranges: Sequence[MemoryRange],
     placement: Placement,
     ready: Callable[[], None],
+    stuck: Callable[[], None] | None = None,
 ) -> None:
-    """Make a NIXL agent over these ranges, run the rank's actors on it until cancelled, and close it."""
+    """Make a NIXL agent over these ranges, run the rank's actors on it until cancelled, and close it.
+
+    `stuck` is called when the agent could not be closed: the ranges stay registered, and peers may still write there.
+    """
     from kvflow.dataplane.nixl_agent import NixlAgent
 
     inbox = AgentInbox()
     loop = asyncio.get_running_loop()
-    agent = await _made(partial(NixlAgent, agent_name(profile), ranges, inbox, loop=loop, settings=settings))
+    make = partial(NixlAgent, agent_name(profile), ranges, inbox, loop=loop, settings=settings)
+    agent = await _made(make, stuck)
     try:
         await run_rank(
             bus=bus, settings=settings, profile=profile, agent=agent, inbox=inbox, placement=placement, ready=ready
@@ -161,10 +167,16 @@ async def run_rank_over(
     finally:
         # Also when it never began to serve.
         with anyio.CancelScope(shield=True):
-            await agent.close()
+            await _close(agent, stuck)
 
 
-async def _made(make: Callable[[], TransferAgent]) -> TransferAgent:
+async def _close(agent: DrivenAgent, stuck: Callable[[], None] | None) -> None:
+    await agent.close()
+    if agent.stuck and stuck is not None:
+        stuck()
+
+
+async def _made(make: Callable[[], DrivenAgent], stuck: Callable[[], None] | None) -> DrivenAgent:
     """Make an agent on a thread, since registering gigabytes takes a while; cancelled, close what comes out."""
     making = asyncio.ensure_future(asyncio.to_thread(make))
     try:
@@ -173,7 +185,7 @@ async def _made(make: Callable[[], TransferAgent]) -> TransferAgent:
         with anyio.CancelScope(shield=True):
             await asyncio.wait({making})
             if making.exception() is None:
-                await making.result().close()
+                await _close(making.result(), stuck)
         raise
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -51,7 +51,7 @@ def call_on(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
             loop.call_soon_threadsafe(work)
 
 
-async def end_task(task: "asyncio.Task[None]") -> None:
+async def end_task(task: "asyncio.Task[Any]") -> None:
     """Cancel a task and wait for its end, within a bound.
 
     Up to Python 3.11 `wait_for`, which nats-py uses, loses a cancellation that meets its result: it may take two.

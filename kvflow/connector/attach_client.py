@@ -5,6 +5,7 @@ the first bytes. The open connection says that the worker lives; its end says th
 """
 
 import asyncio
+import contextlib
 import socket
 import struct
 import time
@@ -26,6 +27,8 @@ SEND_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 300.0
 FIRST_RETRY_S = 0.25
 LONGEST_RETRY_S = 5.0
+# A node that was asked to let go stops a data process, for which its `stop_grace_s` is enough.
+LET_GO_S = 30.0
 
 
 class AttachClient:
@@ -54,10 +57,13 @@ class AttachClient:
         return 0.0 if since is None else time.monotonic() - since
 
     def fence(self) -> None:
-        """Detach and stay so until `resume` (event loop)."""
+        """Ask the node to let go of the memory, and stay away until `resume` (event loop).
+
+        It counts as attached until the node has closed its end, since until then a data process may write.
+        """
         self._allowed.clear()
         if self._socket is not None:
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closes the socket
+            _half_close(self._socket)
 
     def resume(self) -> None:
         """Attach again (event loop)."""
@@ -92,6 +98,8 @@ class AttachClient:
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await loop.sock_connect(connection, str(self._path))
+                if not self._allowed.is_set():
+                    return  # fenced meanwhile
                 # From the first byte on the node may map the memory.
                 self._socket, self._detached_since = connection, None
                 await self._send_request(connection)
@@ -101,8 +109,13 @@ class AttachClient:
                 raise PeerError(f"the node refused this engine: {answer.reason}", remedy=answer.remedy)
             self.attached = True
             log.info("attached", engine=str(self._request.profile.engine), rank=self._request.profile.rank)
-            await _wait_for_end(connection)
+            await self._wait_for_end(connection)
             log.warning("detached", engine=str(self._request.profile.engine), rank=self._request.profile.rank)
+        except (OSError, KvflowError, TimeoutError):
+            if self._detached_since is None:  # the node may have the memory all the same
+                _half_close(connection)
+                await self._wait_for_end(connection, leaving=True)
+            raise
         finally:
             connection.close()
             self._socket, self.attached = None, False
@@ -121,6 +134,29 @@ class AttachClient:
         sent = socket.send_fds(connection, [frame[: HEADER.size]], self._descriptors)
         await loop.sock_sendall(connection, frame[sent:])
 
+    async def _wait_for_end(self, connection: socket.socket, *, leaving: bool = False) -> None:
+        """Return when node and data process have gone, which hold the other end; what they still say is not needed."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                async with asyncio.timeout(LET_GO_S):
+                    if not await loop.sock_recv(connection, 4096):
+                        return
+            except TimeoutError:
+                if leaving or not self._allowed.is_set():
+                    log.error(
+                        "node_does_not_let_go", engine=str(self._request.profile.engine),
+                        rank=self._request.profile.rank, remedy="stop `kvflow up` on this host",
+                    )  # fmt: skip
+            except ConnectionError as error:
+                log.info("attachment_reset", error=str(error))
+                return
+
+
+def _half_close(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the node has gone: reading tells so
+        connection.shutdown(socket.SHUT_WR)
+
 
 async def _receive(connection: socket.socket) -> AnyMessage:
     (length,) = HEADER.unpack(await _receive_exactly(connection, HEADER.size))
@@ -138,13 +174,3 @@ async def _receive_exactly(connection: socket.socket, size: int) -> bytes:
             raise PeerError("the node closed the connection before it answered", remedy="see the node's log")
         content += piece
     return content
-
-
-async def _wait_for_end(connection: socket.socket) -> None:
-    """Return when the node has gone; what it may still say is not needed."""
-    loop = asyncio.get_running_loop()
-    try:
-        while await loop.sock_recv(connection, 4096):
-            pass
-    except ConnectionError as error:
-        log.info("attachment_reset", error=str(error))

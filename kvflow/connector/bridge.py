@@ -270,7 +270,8 @@ class Bridge:
             self._down_since = self._down_since or time.monotonic()
             self._disturbed.set()
             if self._bus is not None:  # else we left by ourselves
-                log.warning("bridge_disconnected", detail=detail)
+                # No warning: the bus gives one, unless it was closed on purpose.
+                log.info("bridge_disconnected", detail=detail)
         elif state == "reconnected":
             self._down_since = None
 
@@ -293,6 +294,9 @@ class Bridge:
     async def _send(self, bus: Bus, subject: str, letter: Letter) -> None:
         try:
             message = letter if isinstance(letter, Message) else letter()
+            if message is None:
+                self.counters["unneeded"] += 1
+                return
             await bus.publish(subject, encode(message))
             self.counters["sent"] += 1
         except (KvflowError, ValueError, TypeError) as error:

@@ -29,11 +29,12 @@ class EngineRank:
         self._allowed.set()
         self._fencing = asyncio.Event()
         self._detached_since: float | None = time.monotonic()
+        self._stuck = False
 
     def detached_for(self) -> float:
-        """Return for how many seconds no agent has had the memory (any thread)."""
+        """Return for how many seconds no agent has had the memory (any thread); 0 for good once one got stuck."""
         since = self._detached_since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None or self._stuck else time.monotonic() - since
 
     def fence(self) -> None:
         """Close the agent and keep it closed until `resume` (event loop)."""
@@ -60,6 +61,13 @@ class EngineRank:
     async def _run_agent(self, bus: Bus) -> None:
         from kvflow.actors.rank import run_rank_over
 
+        def stuck() -> None:
+            self._stuck = True
+            log.error(
+                "memory_stays_registered", engine=str(self._profile.engine), rank=self._profile.rank,
+                remedy="restart the engine: requests that wait for this memory to be let go will not end",
+            )  # fmt: skip
+
         self._detached_since = None
         try:
             await run_rank_over(
@@ -69,6 +77,7 @@ class EngineRank:
                 ranges=self._memory,
                 placement="engine",
                 ready=lambda: log.info("attached", engine=str(self._profile.engine), rank=self._profile.rank),
+                stuck=stuck,
             )
         finally:
             self._detached_since = time.monotonic()

@@ -11,7 +11,8 @@ from kvflow.dataplane.memory import MemoryRange
 from kvflow.messages import EngineProfile, EngineRef, Message
 
 # A message, or how to make it: what costs time (digests, packing) is left to the bridge thread.
-Letter = Message | Callable[[], Message]
+# What it makes is None when nobody needs it any more: a letter may wait while the bus is away.
+Letter = Message | Callable[[], Message | None]
 
 
 class SchedulerPort(Protocol):

@@ -4,8 +4,9 @@ Every method runs on the engine's scheduler thread, costs microseconds, never wa
 sent. A hook may be called again, late, or for a request never seen.
 """
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from kvflow.config import Settings
@@ -22,12 +23,13 @@ class SchedulerHalf:
     """Be the transfer side of an engine's scheduler. Single-threaded: the engine's scheduler thread owns it."""
 
     def __init__(
-        self, settings: Settings, link: SchedulerPort, *, roles: tuple[Role, ...], groups: Sequence[KvGroup]
-    ) -> None:
+        self, settings: Settings, link: SchedulerPort, *, roles: tuple[Role, ...], groups: Sequence[KvGroup],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """Serve `roles` over a cache whose groups are `groups`; nothing is transferred before `start`."""
         self._desk = Desk(settings, link, roles, groups)
         self._sources = Sources(self._desk)
-        self._targets = Targets(self._desk)
+        self._targets = Targets(self._desk, clock)
 
     def start(self, engine: EngineRef, ranks: int, *, atom_tokens: int = 1) -> None:
         """Learn the engine's full name (drawn by its workers) and how many ranks it has.
@@ -88,7 +90,12 @@ class SchedulerHalf:
         self._targets.allocated(request_id, blocks, external)
 
     def build_step(self, step: StepView) -> StepMeta:
-        """Collect what the workers must know of this step; tell the actors of preempted sources."""
+        """Collect what the workers must know of this step; tell the actors of preempted sources.
+
+        Registrations and cancels that have no answer yet are posted again in time.
+        """
+        if self._targets.waiting:
+            self._targets.ask_again()
         if step.preempted:
             self._sources.preempted(step.preempted)
         progress = self._sources.progress(step)

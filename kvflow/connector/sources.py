@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from kvflow.connector.bounds import hold_bound_s
 from kvflow.connector.desk import BlockTable, Desk
 from kvflow.connector.digest import pack_u32, prompt_digest
 from kvflow.connector.params import Wish
@@ -43,10 +44,7 @@ class Sources:
         # Those whose prompt is not computed yet: all that a step has to look at.
         self._computing: dict[str, Source] = {}
         self._held: list[Hold] = []
-        settings = desk.settings
-        self._hold_bound_s = (
-            settings.source_lease_s + settings.transfer_wait_s + settings.quarantine_s + settings.card_ttl_s
-        )
+        self._hold_bound_s = hold_bound_s(desk.settings)
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -128,14 +126,12 @@ class Sources:
                 self._desk.compute_locally(request_id, "unavailable", "the node or the bus cannot be reached")
             return False, None
         problem = "" if aborted else self._why_incomplete(source, blocks)
-        if aborted or problem:
-            self._close(source, "aborted" if aborted else "error", problem)
-            if not source.tokens_sent:
-                return False, None  # no actor has ever heard of its blocks
-        else:
-            self._close(source, "finished")
-        self._held.append(Hold(request_id, source.transfer_id, source.attempt, self._hold_bound_s))
-        if aborted or problem:
+        reason: CloseReason = "aborted" if aborted else "error" if problem else "finished"
+        self._close(source, reason, problem)
+        if reason != "finished" and not source.tokens_sent:
+            return False, None  # no actor has ever heard of its blocks
+        self._held.append(Hold(request_id, source.transfer_id, source.attempt, self._hold_bound_s, reason))
+        if reason != "finished":
             return True, None
         # A router that picks the target only now can pass these on as they are.
         return True, {"transfer_id": source.transfer_id, "do_remote_prefill": True, "do_remote_decode": False}

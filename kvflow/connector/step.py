@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from kvflow.messages import CloseReason
+
 NOBODY: frozenset[str] = frozenset()
 
 
@@ -50,12 +52,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Tell the workers that a finished source is held until its release, and for how long at most (seconds)."""
+    """Tell the workers that an ended source is held until its release, for how long at most (s), and how it ended."""
 
     request_id: str
     transfer_id: str
     attempt: int
     bound_s: float
+    reason: CloseReason
 
 
 @dataclass(frozen=True, slots=True)

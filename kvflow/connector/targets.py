@@ -1,13 +1,18 @@
 """The target side of a scheduler half: registers blocks for KV that comes from elsewhere, and cancels."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
+
+from kvflow.connector.bounds import load_bound_s
 from kvflow.connector.desk import BlockTable, Desk
 from kvflow.connector.digest import pack_u32, prompt_digest
 from kvflow.connector.params import Wish
+from kvflow.connector.questions import Questions
 from kvflow.connector.step import LoadStart
 from kvflow.messages import TargetCancelled, TargetRegistered
 
@@ -45,21 +50,25 @@ class Target:
 class Targets:
     """Keep the live targets of one engine."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, clock: Callable[[], float]) -> None:
         self._desk = desk
+        self._clock = clock
         self._by_request: dict[str, Target] = {}
         self._loads: list[LoadStart] = []
-        settings = desk.settings
-        self._load_bound_s = (
-            settings.source_wait_s + settings.compute_wait_s + settings.transfer_wait_s
-            + settings.quarantine_s + settings.card_ttl_s
-        )  # fmt: skip
+        # Registrations and cancels whose load has not ended: the bus, or an actor that was away, may have lost either.
+        self._questions = Questions()
+        self._load_bound_s = load_bound_s(desk.settings)
 
     def __len__(self) -> int:
         return len(self._by_request)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_request
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether any load has not ended yet."""
+        return bool(self._questions)
 
     def add(self, request_id: str, wish: Wish, prompt: Sequence[int], salt: str) -> None:
         """Take a target in; it is registered once its blocks are allocated."""
@@ -104,6 +113,15 @@ class Targets:
         self._loads.clear()
         return loads
 
+    def ask_again(self) -> None:
+        """Post again what has had no answer for a while; matching takes no notice, or answers once more."""
+        now = self._clock()
+        if not self._questions.is_due(now) or not self._desk.usable:
+            return
+        for letter in self._questions.due(now):
+            self._desk.counters["asked_again"] += 1
+            self._desk.tell_registration(letter)
+
     def finish(self, request_id: str) -> None:
         """End a target; a pending load is cancelled and followed until the workers report its end."""
         target = self._by_request.get(request_id)
@@ -124,6 +142,7 @@ class Targets:
             if target is None or target.phase is not Phase.WAITING:
                 continue
             target.phase = Phase.ENDED
+            self._questions.answered(request_id)
             self._desk.counters["load_failed" if request_id in failed else "loaded"] += 1
             if target.gone:
                 del self._by_request[request_id]
@@ -132,9 +151,10 @@ class Targets:
         """Forget everything."""
         self._by_request.clear()
         self._loads.clear()
+        self._questions.clear()
 
     def _missing(self, target: Target) -> int:
-        """Return how many tokens' KV can come from elsewhere: not the last one's, which vLLM computes to sample from it."""
+        """Return how many tokens' KV can come from elsewhere: not the last one's, which vLLM samples from."""
         if target.computed % self._desk.atom_tokens:
             return 0  # a block that others may use as well, and that could only be written whole
         missing = target.tokens - 1 - target.computed
@@ -152,7 +172,8 @@ class Targets:
             packed.append(pack_u32(ids[begin : -(-end // group.block_tokens)]) if start < end else b"")
         settings = desk.settings
 
-        def registered() -> TargetRegistered:
+        @functools.cache  # it is asked again, and a digest of a long prompt takes milliseconds
+        def made() -> TargetRegistered:
             return TargetRegistered(
                 transfer_id=target.transfer_id, attempt=target.attempt, target=engine, request_id=target.request_id,
                 prompt_tokens=target.tokens, start=start, end=end, ranks=ranks,
@@ -161,7 +182,20 @@ class Targets:
                 compute_wait_s=settings.compute_wait_s, transfer_wait_s=settings.transfer_wait_s,
             )  # fmt: skip
 
+        if start == end:
+            desk.tell_registration(made)
+            return
+
+        def registered() -> TargetRegistered | None:
+            # Once the load has ended its blocks are others': a letter that waited for the bus must not offer them.
+            return made() if target.phase is Phase.WAITING else None
+
+        def again() -> TargetRegistered | None:
+            pending = target.phase is Phase.WAITING and not target.gone
+            return msgspec.structs.replace(made(), repeated=True) if pending else None
+
         desk.tell_registration(registered)
+        self._questions.ask(target.request_id, again, self._clock())
 
     def _register_nothing(self, target: Target) -> None:
         """Register an empty range, so that the source can let go at once."""
@@ -175,9 +209,9 @@ class Targets:
         desk = self._desk
         desk.counters["cancelled"] += 1
         engine, _ = desk.identity()
-        desk.tell_registration(
-            TargetCancelled(
-                transfer_id=target.transfer_id, attempt=target.attempt, target=engine, request_id=target.request_id,
-                detail="the request ended before its KV arrived",
-            )
+        cancelled = TargetCancelled(
+            transfer_id=target.transfer_id, attempt=target.attempt, target=engine, request_id=target.request_id,
+            detail="the request ended before its KV arrived",
         )  # fmt: skip
+        desk.tell_registration(cancelled)
+        self._questions.ask(target.request_id, cancelled, self._clock())

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import structlog
 
 from kvflow.config import Settings
+from kvflow.connector.bounds import answer_bound_s
 from kvflow.connector.port import WorkerPort
 from kvflow.connector.step import NO_RESULTS, Hold, LoadStart, Progress, StepMeta, StepResults
 from kvflow.dataplane.memory import MemoryRange
 from kvflow.messages import (
+    CloseReason,
     EngineProfile,
     Message,
     SourceClosed,
@@ -35,8 +37,8 @@ HOUSEKEEPING_S = 1.0
 # An answer may overtake the step that tells of its question, but not by more than a step takes.
 EARLY_KEPT_S = 120.0
 EARLY_LIMIT = 65_536
-# How long after its bound a wait is asked about once more before its memory is fenced.
-REMIND_S = 5.0
+# A release may have been lost, or the word that the source has ended.
+ASK_HELD_S = 10.0
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class _Load:
 class _Held:
     hold: Hold
     deadline: float
+    ask_at: float
     reminded: bool = False
 
 
@@ -74,6 +77,7 @@ class WorkerHalf:
         self._next_housekeeping = 0.0
         self._fenced = False
         # No actor has had the memory for so long: its card has expired everywhere and nothing can be in flight.
+        self._answer_s = answer_bound_s(settings)
         self._fence_s = settings.card_ttl_s + settings.quarantine_s
         self._bus_grace_s = self._fence_s + settings.transfer_wait_s
         self.counters: Counter[str] = Counter()
@@ -97,7 +101,7 @@ class WorkerHalf:
             self._loads[start.request_id] = _Load(start, now + start.bound_s)
             self._answer_early(start.request_id, start.attempt)
         for hold in meta.held:
-            self._held[hold.request_id] = _Held(hold, now + hold.bound_s)
+            self._held[hold.request_id] = _Held(hold, now + hold.bound_s, now + ASK_HELD_S)
             self._answer_early(hold.request_id, hold.attempt)
 
     def after_forward(self, meta: StepMeta, publish: Callable[[Callable[[], None]], None] | None = None) -> None:
@@ -197,9 +201,8 @@ class WorkerHalf:
     def _fail_load(self, load: _Load, reason: str, detail: str) -> None:
         start = load.start
         self.counters[f"failed_{reason}"] += 1
-        log.warning(
-            "load_failed", request_id=start.request_id, transfer_id=start.transfer_id, reason=reason, detail=detail
-        )
+        tell = log.info if reason == "cancelled" else log.warning  # what was asked for is no trouble
+        tell("load_failed", request_id=start.request_id, transfer_id=start.transfer_id, reason=reason, detail=detail)
         self._failed.add(start.request_id)
         self._finish_load(load)
 
@@ -222,9 +225,7 @@ class WorkerHalf:
             del self._early[key]
         if self._link.detached_for() >= self._fence_s:
             self._end_all()
-        elif not self._fenced and (
-            self._remind(now) or (self.waiting and self._link.bus_down_for() > self._bus_grace_s)
-        ):
+        elif not self._fenced and (self._remind(now) or self._cut_off()):
             self._fenced = True
             self.counters["fenced"] += 1
             log.error(
@@ -245,16 +246,19 @@ class WorkerHalf:
             if load.reminded:
                 unanswered = True
                 continue
-            load.reminded, load.deadline = True, now + REMIND_S
+            load.reminded, load.deadline = True, now + self._answer_s
             self._cancel(load.start)
         for held in self._held.values():
             if now < held.deadline:
+                if now >= held.ask_at:
+                    held.ask_at = now + ASK_HELD_S
+                    self._ask_held(held)
                 continue
             if held.reminded:
                 unanswered = True
                 continue
-            held.reminded, held.deadline = True, now + REMIND_S
-            self._close_again(held.hold)
+            held.reminded, held.deadline = True, now + self._answer_s
+            self._give_up(held.hold)
         return unanswered
 
     def _cancel(self, start: LoadStart) -> None:
@@ -269,16 +273,24 @@ class WorkerHalf:
                 ),
             )  # fmt: skip
 
-    def _close_again(self, hold: Hold) -> None:
+    def _ask_held(self, held: _Held) -> None:
+        """Say again how a held source ended: who has missed it hears it, who has released the source says so again."""
+        self.counters["asked_held"] += 1
+        self._close(held.hold, "aborted" if held.reminded else held.hold.reason, "no release yet")
+
+    def _give_up(self, hold: Hold) -> None:
         self.counters["release_overdue"] += 1
         log.error("release_overdue", request_id=hold.request_id, transfer_id=hold.transfer_id, bound_s=hold.bound_s)
+        self._close(hold, "aborted", "no release within the bound")
+
+    def _close(self, hold: Hold, reason: CloseReason, detail: str) -> None:
         if self._profile is not None:
             shard = shard_of(hold.transfer_id, self._settings.shards)
             self._link.post(
                 self._subjects.control(shard, "source", self._profile.engine),
                 SourceClosed(
                     transfer_id=hold.transfer_id, attempt=hold.attempt, source=self._profile.engine,
-                    request_id=hold.request_id, reason="aborted", detail="no release within the bound",
+                    request_id=hold.request_id, reason=reason, detail=detail,
                 ),
             )  # fmt: skip
 

@@ -60,6 +60,8 @@ class DrivenAgent:
         self._loop = loop
         self._settings = settings
         self._closed: asyncio.Future[None] | None = None
+        # Whether it was closed in vain: its thread hangs in the transfer engine, with the memory registered.
+        self.stuck = False
         self._ranges = MappedRanges(ranges)
         self._owner = Owner(name, driver, self._ranges.segments, self._emit, settings)
         try:
@@ -141,6 +143,7 @@ class DrivenAgent:
             await asyncio.to_thread(self._owner.thread.join, self._settings.stop_grace_s + _CLOSE_MARGIN_S)
             if self._owner.thread.is_alive():
                 # Unmapping under an engine that still runs would crash it: leave the memory to the process's end.
+                self.stuck = True
                 log.error("owner_thread_stuck", agent=self._name)
             else:
                 self._ranges.close()

@@ -8,6 +8,7 @@ class TargetRegistered(Message, frozen=True, kw_only=True, tag="kvflow.target_re
 
     `blocks[g]` are the block ids of group g from position `first_blocks[g]` on. An empty range (start == end) asks for
     nothing and only lets the source go. The three bounds are durations in seconds, counted where they arrive.
+    `repeated`: the same was sent before and may have been bound, so only matching may say that it has ended.
     """
 
     transfer_id: str
@@ -24,6 +25,7 @@ class TargetRegistered(Message, frozen=True, kw_only=True, tag="kvflow.target_re
     source_wait_s: float
     compute_wait_s: float
     transfer_wait_s: float
+    repeated: bool = False
 
 
 class TargetCancelled(Message, frozen=True, kw_only=True, tag="kvflow.target_cancelled.v1"):

@@ -12,6 +12,7 @@ import aiohttp
 import structlog
 from aiohttp import web
 
+from kvflow.bus.guard import end_task
 from kvflow.ids import new_transfer_id
 from kvflow.router.dialects import DIALECTS, Dialect, DialectName, Ids
 from kvflow.router.errors import ApiError, error_event
@@ -338,8 +339,7 @@ class Exchange:
 
 
 async def _cancel(task: "asyncio.Task[Answer] | asyncio.Task[PrefillOutcome]") -> None:
-    """Cancel a task and wait for its end; what it ended with is of no interest any more."""
-    task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
+    """Cancel a task and wait for its end, within a bound; what it ended with is of no interest any more."""
+    await end_task(task)
+    if task.done() and not task.cancelled():
         task.exception()  # retrieved, so that asyncio does not report it as forgotten

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -295,6 +296,24 @@ def test_i4_a_silent_peer_fails_its_pieces_in_bounded_time_and_nothing_lands_lat
             failed = [await source.next(2.0) for _ in range(2)]
             assert all(isinstance(event, PieceFailed) for event in failed)
             assert not target.memory.view.any()
+
+    run(scenario)
+
+
+def test_i2_agent_whose_thread_hangs_says_that_its_memory_stays_registered(
+    memory_kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_kit.settings = Settings(stop_grace_s=0.05)
+    monkeypatch.setattr("kvflow.dataplane.agent._CLOSE_MARGIN_S", 0.05)
+
+    async def scenario() -> None:
+        let_go = threading.Event()
+        healthy, hanging = memory_kit.make("healthy"), memory_kit.make("hanging")
+        hanging.agent._owner.submit(lambda: let_go.wait(10))  # type: ignore[arg-type]
+        for side in (healthy, hanging):
+            await side.agent.close()
+        assert (healthy.agent.stuck, hanging.agent.stuck) == (False, True)
+        let_go.set()
 
     run(scenario)
 

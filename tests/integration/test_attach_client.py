@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import structlog
 
+from kvflow.connector import attach_client
 from kvflow.connector.attach_client import AttachClient
 from kvflow.dataplane.memory import SharedSegment, create_shared, map_shared
 from kvflow.messages import (
@@ -170,6 +172,9 @@ async def test_i2_fenced_client_lets_go_and_stays_away_until_resumed(node: Node,
     await eventually(lambda: client.attached)
     client.fence()
     assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
+    await asyncio.sleep(0.1)
+    assert client.detached_for() == 0  # the data process may still write
+    connection.close()
     await eventually(lambda: client.detached_for() > 0)
     await asyncio.sleep(0.6)
     assert not client.attached
@@ -178,7 +183,74 @@ async def test_i2_fenced_client_lets_go_and_stays_away_until_resumed(node: Node,
     os.close(fds[0])
     await eventually(lambda: client.attached)
     again.close()
+
+
+async def test_i2_node_that_keeps_the_memory_is_told_of_and_waited_for(
+    node: Node, client: AttachClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach_client, "LET_GO_S", 0.05)
+    node.open()
+    connection, _, fds = await node.take(frame(WELCOME))
+    os.close(fds[0])
+    await eventually(lambda: client.attached)
+    with structlog.testing.capture_logs() as logs:
+        client.fence()
+        await eventually(lambda: any(entry["event"] == "node_does_not_let_go" for entry in logs))
+    assert client.detached_for() == 0
     connection.close()
+    await eventually(lambda: client.detached_for() > 0)
+
+
+@pytest.mark.parametrize("answer", [HEADER.pack(1 << 31), b""], ids=["nonsense", "silence"])
+async def test_i2_node_that_failed_to_answer_may_have_the_memory_until_it_closes(
+    node: Node, client: AttachClient, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    monkeypatch.setattr(attach_client, "ANSWER_TIMEOUT_S", 0.05)
+    node.open()
+    connection, _, fds = await node.take(answer)
+    os.close(fds[0])
+    assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
+    await asyncio.sleep(0.1)
+    assert client.detached_for() == 0
+    connection.close()
+    await eventually(lambda: client.detached_for() > 0)
+
+
+async def test_i2_fence_while_it_connects_keeps_the_memory_here(
+    node: Node, client: AttachClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    connect, connecting, go_on = loop.sock_connect, asyncio.Event(), asyncio.Event()
+
+    async def slowly(connection: socket.socket, address: str) -> None:
+        await connect(connection, address)
+        connecting.set()
+        await go_on.wait()
+
+    monkeypatch.setattr(loop, "sock_connect", slowly)
+    node.open()
+    await asyncio.wait_for(connecting.wait(), 10)
+    client.fence()
+    go_on.set()
+    with pytest.raises((TimeoutError, struct.error)):
+        await asyncio.wait_for(node.take(frame(WELCOME)), 0.6)
+    assert client.detached_for() > 0
+    client.resume()
+    connection, _, fds = await node.take(frame(WELCOME))
+    os.close(fds[0])
+    await eventually(lambda: client.attached)
+    connection.close()
+
+
+async def test_i2_fence_of_a_connection_that_has_ended_does_not_raise(node: Node, client: AttachClient) -> None:
+    node.open()
+    connection, _, fds = await node.take(frame(WELCOME))
+    os.close(fds[0])
+    await eventually(lambda: client.attached)
+    connection.close()
+    client.fence()
+    client.fence()
+    await eventually(lambda: client.detached_for() > 0)
 
 
 async def test_nothing_is_attached_before_it_may_be(node: Node, segment: SharedSegment) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import anyio
 import pytest
+import structlog
 
 from kvflow.bus.memory import MemoryBroker, MemoryBus
 from kvflow.bus.port import Bus, StateHandler
 from kvflow.config import Settings
 from kvflow.connector.bridge import OUTBOX_LIMIT, Bridge
+from kvflow.connector.engine_rank import EngineRank
 from kvflow.connector.link import SchedulerLink, WorkerLink
 from kvflow.directory import Directory
 from kvflow.errors import BusError
@@ -139,6 +141,60 @@ def test_i7_letter_that_cannot_be_sent_does_not_hold_up_the_next(world: World) -
     bridge.post("test.a", HELLO)
     eventually(lambda: world.heard == [HELLO])
     assert bridge.counters["dropped"] == 1
+
+
+def test_letter_that_nobody_needs_any_more_is_not_sent(world: World) -> None:
+    bridge = world.bridge()
+    bridge.start()
+    bridge.post("test.a", lambda: None)
+    bridge.post("test.a", HELLO)
+    eventually(lambda: world.heard == [HELLO])
+    assert (bridge.counters["unneeded"], bridge.counters["dropped"]) == (1, 0)
+
+
+def test_bus_that_is_closed_on_purpose_is_no_warning(world: World) -> None:
+    bridge = world.bridge()
+    bridge.start()
+    eventually(lambda: bridge.connected)
+    with structlog.testing.capture_logs() as logs:
+        bridge.call(lambda: world.closing.append(asyncio.ensure_future(world.buses[0].close())))
+        eventually(lambda: any(entry["event"] == "bridge_disconnected" for entry in logs))
+    assert {entry["log_level"] for entry in logs if entry["event"] == "bridge_disconnected"} == {"info"}
+
+
+def test_i2_rank_whose_agent_got_stuck_never_counts_as_detached(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Callable[[], None]] = []
+
+    async def run_rank_over(*, stuck: Callable[[], None], **_: object) -> None:
+        begun.append(stuck)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if len(begun) > 1:
+                stuck()
+
+    monkeypatch.setattr("kvflow.actors.rank.run_rank_over", run_rank_over)
+
+    async def scenario() -> None:
+        may_attach = asyncio.Event()
+        may_attach.set()
+        rank = EngineRank(Settings(), profile(), [], may_attach)
+        task = asyncio.create_task(rank.run(MemoryBus(MemoryBroker())))
+        await asyncio.sleep(0.01)
+        assert rank.detached_for() == 0
+        rank.fence()
+        await asyncio.sleep(0.01)
+        assert rank.detached_for() > 0
+        rank.resume()
+        await asyncio.sleep(0.01)
+        rank.fence()
+        await asyncio.sleep(0.01)
+        assert len(begun) == 2
+        assert rank.detached_for() == 0
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(scenario())
 
 
 def test_outbox_is_bounded(world: World) -> None:

@@ -32,6 +32,7 @@ from kvflow.messages import (
     TransferBound,
     TransferEvent,
     TransferFailed,
+    TransferQuiesced,
     TransferRevoked,
     decode,
     encode,
@@ -190,6 +191,40 @@ async def test_i7_a_bad_registration_is_refused_and_the_actors_go_on(make_bus: M
         await c.register(offer("u"))
         await c.send("source", P, opened("u", P))
         await c.hear("transfer", TransferBound)
+
+
+async def test_i2_only_matching_ends_a_registration_that_is_sent_again(make_bus: MakeBus) -> None:
+    async with cluster(make_bus) as c, c.control():
+        await c.register(offer())
+        await c.send("source", P, opened("t", P))
+        bound = (await c.hear("transfer", TransferBound))[0]
+        assert isinstance(bound, TransferBound)
+        # As if the cards had changed meanwhile: the blocks do not fit any more, but WRITEs into them are under way.
+        await c.register(offer(blocks=(pack_blocks([7, 8, 5000]),), repeated=True))
+        revoked = (await c.hear("transfer", TransferRevoked))[0]
+        assert isinstance(revoked, TransferRevoked)
+        assert not [message for message in c.heard["target"] if isinstance(message, TransferFailed)]
+        await c.send("report", P, TransferQuiesced(transfer_id="t", binding=bound.binding, source=P, rank=0))
+        failed = (await c.hear("target", TransferFailed))[0]
+        assert isinstance(failed, TransferFailed)
+        assert failed.reason == "cancelled"
+        assert "bad_registration" in failed.detail
+
+
+async def test_i4_completion_that_got_lost_is_told_again_to_who_asks(make_bus: MakeBus) -> None:
+    async with cluster(make_bus) as c, c.control():
+        heard: list[Message] = []
+        await c.bus.subscribe(c.subjects.engine(D, 0), lambda delivery: heard.append(decode(delivery.data)))
+        await c.register(offer())
+        await c.send("source", P, opened("t", P))
+        bound = (await c.hear("transfer", TransferBound))[0]
+        assert isinstance(bound, TransferBound)
+        await c.send("report", D, completed(bound))
+        with anyio.fail_after(TIMEOUT_S):
+            while not heard:
+                await c.register(offer(repeated=True))
+                await anyio.sleep(0.05)
+        assert heard[0] == completed(bound)
 
 
 async def test_an_unknown_engine_is_refused_after_a_moment(make_bus: MakeBus) -> None:

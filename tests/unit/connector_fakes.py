@@ -27,18 +27,40 @@ BLOCK = 16
 GROUP = KvGroup(block_tokens=BLOCK)
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class FakeSchedulerPort:
     def __init__(self) -> None:
         self.ready = True
         self.letters: list[tuple[str, Message]] = []
         self.started: list[tuple[EngineRef, int]] = []
         self.closed = 0
+        self.away = False
+        self.outbox: list[tuple[str, Letter]] = []
+        self.clock = Clock()
 
     def start(self, engine: EngineRef, ranks: int) -> None:
         self.started.append((engine, ranks))
 
     def post(self, subject: str, letter: Letter) -> None:
-        self.letters.append((subject, letter if isinstance(letter, Message) else letter()))
+        if self.away:
+            self.outbox.append((subject, letter))
+            return
+        message = letter if isinstance(letter, Message) else letter()
+        if message is not None:
+            self.letters.append((subject, message))
+
+    def come_back(self) -> None:
+        self.away = False
+        waiting, self.outbox = self.outbox, []
+        for subject, letter in waiting:
+            self.post(subject, letter)
 
     def close(self) -> None:
         self.closed += 1
@@ -62,7 +84,9 @@ class FakeWorkerPort:
         self.inbox = inbox
 
     def post(self, subject: str, letter: Letter) -> None:
-        self.letters.append((subject, letter if isinstance(letter, Message) else letter()))
+        message = letter if isinstance(letter, Message) else letter()
+        if message is not None:
+            self.letters.append((subject, message))
 
     def bus_down_for(self) -> float:
         return self.down
@@ -80,14 +104,6 @@ class FakeWorkerPort:
         self.closed += 1
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def scheduler(
     roles: tuple[Role, ...] = ("source", "target"),
     groups: Sequence[KvGroup] = (GROUP,),
@@ -96,7 +112,7 @@ def scheduler(
     settings: Settings | None = None,
 ) -> tuple[SchedulerHalf, FakeSchedulerPort]:
     port = FakeSchedulerPort()
-    half = SchedulerHalf(settings or Settings(min_load_tokens=1), port, roles=roles, groups=groups)
+    half = SchedulerHalf(settings or Settings(min_load_tokens=1), port, roles=roles, groups=groups, clock=port.clock)
     half.start(ENGINE, 2, atom_tokens=atom_tokens)
     return half, port
 

@@ -1,8 +1,14 @@
+import itertools
+
+import msgspec
 import pytest
 from connector_fakes import BLOCK, ENGINE, GROUP, scheduler, source_params, step, target_params
 
+from kvflow.actors.matching.actor import limits_of
 from kvflow.config import Settings
+from kvflow.connector.bounds import answer_bound_s, hold_bound_s, load_bound_s
 from kvflow.connector.digest import prompt_digest
+from kvflow.connector.questions import FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_AT_ONCE
 from kvflow.connector.step import EMPTY_STEP
 from kvflow.messages import (
     KvGroup,
@@ -318,3 +324,82 @@ def test_i8_nothing_is_left_after_shutdown() -> None:
     half.shutdown()
     assert half.live == 0
     assert port.closed == 2
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(transfer_wait_s=100.0, quarantine_s=20.0, card_ttl_s=1.0)])
+def test_i4_bounds_outlast_what_matching_takes_at_its_slowest(settings: Settings) -> None:
+    limits = limits_of(settings)
+    answer = limits.quiesce_wait_s + limits.quarantine_s
+    assert answer_bound_s(settings) >= answer
+    phases = settings.source_wait_s + settings.compute_wait_s + settings.transfer_wait_s
+    assert load_bound_s(settings) > phases + answer
+    assert hold_bound_s(settings) > settings.source_lease_s + settings.transfer_wait_s + answer
+
+
+def test_i4_registration_without_an_answer_is_posted_again_until_its_load_has_ended() -> None:
+    half, port = scheduler()
+    half.on_new_request("r", target_params(), PROMPT)
+    half.allocated("r", ([1, 2, 3, 4],), half.matched_tokens("r", 0)[0])
+    (first,) = port.take()
+    assert isinstance(first, TargetRegistered)
+    assert not first.repeated
+    began, asked = port.clock.now, []
+    while port.clock.now < began + 120:
+        port.clock.now += 0.5
+        step(half, {})
+        for message in port.take():
+            assert message == msgspec.structs.replace(first, repeated=True)
+            asked.append(port.clock.now - began)
+    assert asked[:3] == [FIRST_PAUSE_S, 3 * FIRST_PAUSE_S, 7 * FIRST_PAUSE_S]
+    assert {after - before for before, after in itertools.pairwise(asked[3:])} == {LONGEST_PAUSE_S}
+    half.loads_ended({"r"}, set())
+    port.clock.now += LONGEST_PAUSE_S
+    assert step(half, {}) is EMPTY_STEP
+    assert not port.take()
+
+
+def test_i4_cancel_without_an_answer_takes_the_place_of_its_registration() -> None:
+    half, port = scheduler()
+    half.on_new_request("r", target_params(), PROMPT)
+    half.allocated("r", ([1, 2, 3, 4],), half.matched_tokens("r", 0)[0])
+    port.clock.now += FIRST_PAUSE_S / 2
+    half.finished("r", aborted=True)
+    _, cancelled = port.take()
+    assert isinstance(cancelled, TargetCancelled)
+    port.clock.now += FIRST_PAUSE_S / 2
+    step(half, {})
+    assert not port.take()
+    port.clock.now += FIRST_PAUSE_S / 2
+    step(half, {})
+    assert port.take() == [cancelled]
+
+
+def test_i2_registration_that_waited_for_the_bus_is_not_sent_once_its_load_has_ended() -> None:
+    half, port = scheduler()
+    half.on_new_request("r", target_params(), PROMPT)
+    matched, _ = half.matched_tokens("r", 0)
+    port.away = True
+    half.allocated("r", ([1, 2, 3, 4],), matched)
+    port.clock.now += FIRST_PAUSE_S
+    step(half, {})
+    assert len(port.outbox) == 2
+    half.loads_ended({"r"}, {"r"})  # fenced: its blocks are others' now
+    port.come_back()
+    assert not port.take()
+
+
+def test_nothing_is_asked_again_while_nobody_can_answer_nor_too_much_in_one_step() -> None:
+    half, port = scheduler()
+    for number in range(MOST_AT_ONCE + 1):
+        half.on_new_request(f"r{number}", target_params(f"t{number}"), PROMPT)
+        half.allocated(f"r{number}", ([1, 2, 3, 4],), half.matched_tokens(f"r{number}", 0)[0])
+    port.take()
+    port.ready = False
+    port.clock.now += FIRST_PAUSE_S
+    step(half, {})
+    assert not port.take()
+    port.ready = True
+    step(half, {})
+    assert len(port.take()) == MOST_AT_ONCE
+    step(half, {})
+    assert len(port.take()) == 1

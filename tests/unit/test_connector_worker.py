@@ -1,11 +1,15 @@
 from collections.abc import Callable
 
+import msgspec
+import pytest
+import structlog
 from connector_fakes import BLOCK, ENGINE, completed, failed, released, worker
 
 from kvflow.config import Settings
+from kvflow.connector.bounds import answer_bound_s
 from kvflow.connector.step import NO_RESULTS, Hold, LoadStart, Progress, StepMeta
-from kvflow.connector.worker import EARLY_KEPT_S, HOUSEKEEPING_S, REMIND_S
-from kvflow.messages import PeerHello, SourceClosed, SourceProgress, Subjects, TargetCancelled, pack_blocks
+from kvflow.connector.worker import ASK_HELD_S, EARLY_KEPT_S, HOUSEKEEPING_S
+from kvflow.messages import CloseReason, PeerHello, SourceClosed, SourceProgress, Subjects, TargetCancelled, pack_blocks
 
 SETTINGS = Settings()
 FENCE_S = SETTINGS.card_ttl_s + SETTINGS.quarantine_s
@@ -15,8 +19,8 @@ def loads(*request_ids: str, attempt: int = 1, bound_s: float = 100.0) -> StepMe
     return StepMeta(loads=tuple(LoadStart(request_id, "t1", attempt, bound_s) for request_id in request_ids))
 
 
-def held(*request_ids: str, attempt: int = 1, bound_s: float = 100.0) -> StepMeta:
-    return StepMeta(held=tuple(Hold(request_id, "t1", attempt, bound_s) for request_id in request_ids))
+def held(*request_ids: str, attempt: int = 1, bound_s: float = 100.0, reason: CloseReason = "finished") -> StepMeta:
+    return StepMeta(held=tuple(Hold(request_id, "t1", attempt, bound_s, reason) for request_id in request_ids))
 
 
 def test_progress_goes_to_the_rank_s_own_transfer_actor() -> None:
@@ -112,7 +116,10 @@ def test_i4_overdue_load_is_asked_about_and_then_fenced() -> None:
     assert half.results(set()) is NO_RESULTS
     assert [type(message) for _, message in port.letters] == [TargetCancelled, SourceClosed]
     assert port.fences == 0
-    clock.now += REMIND_S + HOUSEKEEPING_S
+    clock.now += answer_bound_s(SETTINGS) - HOUSEKEEPING_S  # matching may take so long to answer
+    assert half.results(set()) is NO_RESULTS
+    assert port.fences == 0
+    clock.now += 2 * HOUSEKEEPING_S
     assert half.results(set()) is NO_RESULTS
     assert (port.fences, port.resumes) == (1, 0)
     # I2: nothing is given back before no actor can have the memory any more.
@@ -125,6 +132,38 @@ def test_i4_overdue_load_is_asked_about_and_then_fenced() -> None:
     assert (results.received, results.failed, results.sent) == ({"r"}, {"r"}, {"s"})
     assert (port.fences, port.resumes) == (1, 1)
     assert half.waiting == 0
+
+
+@pytest.mark.parametrize("reason", ["finished", "aborted", "error"])
+def test_i4_held_source_is_asked_about_until_it_is_released(reason: CloseReason) -> None:
+    half, port, clock = worker()
+    half.begin_step(held("s", attempt=3, reason=reason))
+    clock.now += ASK_HELD_S - 1
+    half.results(set())
+    assert not port.letters
+    for _ in range(2):
+        clock.now += ASK_HELD_S
+        half.results(set())
+        ((subject, closed),) = port.letters
+        assert subject == Subjects("default").control(0, "source", ENGINE)
+        assert isinstance(closed, SourceClosed)
+        assert (closed.request_id, closed.attempt, closed.reason) == ("s", 3, reason)
+        port.letters.clear()
+    port.inbox.append(released("s", 3))
+    assert half.results(set()).sent == {"s"}
+    clock.now += ASK_HELD_S
+    half.results(set())
+    assert not port.letters
+
+
+def test_a_cancelled_load_is_no_warning() -> None:
+    half, port, _ = worker()
+    half.begin_step(loads("r", "s"))
+    with structlog.testing.capture_logs() as logs:
+        port.inbox.append(msgspec.structs.replace(failed("r", 1), reason="cancelled"))
+        port.inbox.append(failed("s", 1))
+        half.results(set())
+    assert [(entry["request_id"], entry["log_level"]) for entry in logs] == [("r", "info"), ("s", "warning")]
 
 
 def test_i4_lost_node_ends_what_waits_within_a_bound() -> None:

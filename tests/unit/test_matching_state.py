@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field, replace
 
 import pytest
+from msgspec.structs import replace as replaced
 
 from kvflow.actors.matching.actor import limits_of
-from kvflow.actors.matching.effects import Bind, Effect, Emit, Fail, Release, Revoke
+from kvflow.actors.matching.effects import Bind, Confirm, Effect, Emit, Fail, Release, Revoke
 from kvflow.actors.matching.inputs import EngineGone, EngineJoined, PairIncompatible, Received, Tick
 from kvflow.actors.matching.model import State
 from kvflow.actors.matching.state import step
@@ -167,6 +168,52 @@ def test_empty_range_counts_as_served(desk: Desk) -> None:
     assert binds(desk.effects) == []
     assert [r.outcome for r in releases(desk.take(closed("t", P)))] == ["unused"]
     finish(desk)
+
+
+def test_i4_registration_asked_again_is_not_taken_twice_and_is_told_how_it_ended(desk: Desk) -> None:
+    again = replaced(registered("t", D), repeated=True)
+    desk.take(registered("t", D), opened("t", P))
+    assert desk.take(again, again) == []
+    desk.take(closed("t", P), completed(desk.bound))
+    confirmed = [effect.message for effect in desk.take(again) if isinstance(effect, Confirm)]
+    assert confirmed == [completed(desk.bound)]
+    assert desk.take(registered("t", D)) == []
+    finish(desk)
+
+
+def test_i4_every_rank_hears_again_that_it_has_every_byte() -> None:
+    desk = Desk()
+    step(desk.state, EngineJoined(desk.now, D, 2))
+    desk.take(registered("t", D, ranks=2), opened("t", P), closed("t", P))
+    desk.take(completed(desk.bound, 0))
+    again = replaced(registered("t", D, ranks=2), repeated=True)
+    assert desk.take(again) == []
+    desk.take(completed(desk.bound, 1))
+    assert [effect.message.rank for effect in desk.take(again) if isinstance(effect, Confirm)] == [0, 1]
+
+
+@pytest.mark.parametrize("cancel", [True, False])
+def test_i4_registration_asked_again_after_its_failure_is_answered(desk: Desk, cancel: bool) -> None:
+    again = replaced(registered("t", D), repeated=True)
+    desk.take(registered("t", D))
+    first = fails(desk.take(cancelled("t", D)) if cancel else desk.wait(WAITS[0]))
+    assert len(first) == 1
+    assert fails(desk.take(again)) == first
+    finish(desk)
+
+
+def test_i4_registration_of_which_only_the_repetition_arrives_is_bound(desk: Desk) -> None:
+    desk.take(opened("t", P), replaced(registered("t", D), repeated=True))
+    assert len(binds(desk.effects)) == 1
+
+
+def test_i2_without_a_record_nobody_is_told_that_nothing_was_bound(desk: Desk) -> None:
+    desk.state.forgot_until = desk.now + WAITS[0] + 5
+    desk.take(replaced(registered("t", D), repeated=True))
+    assert desk.take(closed("u", P)) == []
+    assert fails(desk.wait(WAITS[0] + 4)) == []
+    assert [failed.reason for failed in fails(desk.wait(1))] == ["source_timeout"]
+    assert [release.outcome for release in releases(desk.take(closed("u", P)))] == ["unknown"]
 
 
 # --- attempts and sources ---------------------------------------------------------------------------------------------

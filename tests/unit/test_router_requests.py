@@ -1,13 +1,17 @@
 """Reading clients' requests and making legs of them: whatever a client sends, nothing but ApiError comes out."""
 
+import asyncio
 import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvflow.bus import guard
+from kvflow.router import proxy
 from kvflow.router.errors import ApiError
 from kvflow.router.legs import Kind, decode_body, local_body, parse_request, prefill_body
 
@@ -107,3 +111,24 @@ def test_an_api_error_says_what_is_wrong_in_openais_shape() -> None:
     assert caught.value.status == 400
     error = json.loads(caught.value.body())["error"]
     assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_json", None)
+
+
+@pytest.mark.anyio
+async def test_i4_leg_that_cannot_be_cancelled_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "CANCEL_WAIT_S", 0.01)
+    let_go = asyncio.Event()
+
+    async def stubborn() -> proxy.PrefillOutcome:
+        while not let_go.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await let_go.wait()
+        return "done"
+
+    leg = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    began = time.monotonic()
+    await proxy._cancel(leg)
+    assert time.monotonic() - began < 5
+    assert not leg.done()
+    let_go.set()
+    await leg

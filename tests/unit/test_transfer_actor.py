@@ -451,6 +451,8 @@ async def test_an_agent_that_is_made_while_its_rank_is_cancelled_is_closed(monke
     closed: list[str] = []
 
     class SlowAgent(ScriptedAgent):
+        stuck = False
+
         def __init__(self, name: str, *_: object, **__: object) -> None:
             super().__init__()
             made.wait(5)

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from kvflow.actors.base import Mailbox, decoding_handler
-from kvflow.actors.matching.effects import Bind, Decision, Effect, Emit, Fail, Release, Revoke
+from kvflow.actors.matching.effects import Bind, Confirm, Decision, Effect, Emit, Fail, Release, Revoke
 from kvflow.actors.matching.fleet import Fleet
 from kvflow.actors.matching.inputs import Input, Received, Tick
 from kvflow.actors.matching.leader import Leadership
@@ -85,6 +85,9 @@ class MatchingActor:
         subscriptions = await self._subscribe()
         try:
             await self._catch_up()
+            if not self.state.transfers:  # a new cluster, or the stream was lost with its broker
+                bound = self._settings.compute_wait_s + self._settings.transfer_wait_s
+                self.state.forgot_until = self._clock() + bound
             await self._take_role()
             task_status.started()
             await self._serve()
@@ -233,6 +236,8 @@ class MatchingActor:
                 return (subjects.transfer(message.source),)
             case Fail(message):
                 return subjects.engine(message.target), subjects.completion(message.target)
+            case Confirm(message):
+                return (subjects.engine(message.target, message.rank),)
             case Release(message):
                 return subjects.engine(message.source), subjects.transfer(message.source)
 
@@ -256,7 +261,7 @@ class MatchingActor:
 
 
 def _concerns(effect: Decision) -> EngineRef:
-    return effect.message.target if isinstance(effect, Fail) else effect.message.source
+    return effect.message.target if isinstance(effect, Fail | Confirm) else effect.message.source
 
 
 def limits_of(settings: Settings) -> Limits:

@@ -201,7 +201,10 @@ def arm(state: State, registration: Registration, now: float) -> None:
         wait = offer.transfer_wait_s
     else:
         wait = offer.compute_wait_s
-    state.timers.schedule(registration, min(now + wait, registration.final))
+    due = now + wait
+    if binding is None and offer.repeated:
+        due = max(due, state.forgot_until)  # a binding of its first registration may be live
+    state.timers.schedule(registration, min(due, registration.final))
 
 
 def revoke(state: State, binding: Binding, reason: FailureReason, now: float, out: Effects) -> None:

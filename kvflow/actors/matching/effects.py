@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from kvflow.messages import SourceReleased, TransferBound, TransferEvent, TransferFailed, TransferRevoked
+from kvflow.messages import (
+    SourceReleased,
+    TransferBound,
+    TransferCompleted,
+    TransferEvent,
+    TransferFailed,
+    TransferRevoked,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,13 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class Confirm:
+    """Tell a rank of the target engine once more that it has every byte."""
+
+    message: TransferCompleted
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Give the source engine its blocks back."""
 
@@ -40,5 +54,5 @@ class Emit:
     event: TransferEvent
 
 
-Decision = Bind | Revoke | Fail | Release
+Decision = Bind | Revoke | Fail | Confirm | Release
 Effect = Decision | Emit

@@ -220,11 +220,14 @@ class State:
     """The state of one matching shard.
 
     While `following` it only learns: its own earlier decisions come back from the control stream, and it takes none.
+    Until `forgot_until` bindings may be live that it has never heard of, since it began without a record: who asks
+    about what it does not know is not told that nothing was ever bound.
     """
 
     limits: Limits = field(default_factory=Limits)
     next_binding: int = 1
     following: bool = False
+    forgot_until: float = 0.0
     transfers: dict[str, Transfer] = field(default_factory=dict)
     live: int = 0
     by_engine: dict[EngineRef, dict[str, None]] = field(default_factory=dict)

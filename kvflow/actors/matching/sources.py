@@ -81,6 +81,8 @@ def _seal(state: State, now: float, source: Source, out: Effects) -> None:
 def _closed_unknown(state: State, now: float, message: SourceClosed, out: Effects) -> None:
     # Its opening was lost, refused, or forgotten: nothing was ever bound to this attempt, so its blocks are free. The
     # entry stays as a tombstone, so that an opening that comes late opens nothing.
+    if message.reason == "finished" and now < state.forgot_until:
+        return  # or its opening was forgotten, and WRITEs may read its blocks: the engine gives it up in time
     transfer = state.transfers.get(message.transfer_id)
     if transfer is None:
         transfer = state.transfers[message.transfer_id] = Transfer(message.transfer_id)

@@ -2,7 +2,7 @@
 
 from kvflow.actors.matching.decide import Effects, arm, end, failure, settle, unbind
 from kvflow.actors.matching.describe import registration_event
-from kvflow.actors.matching.effects import Emit, Fail
+from kvflow.actors.matching.effects import Confirm, Emit, Fail
 from kvflow.actors.matching.model import Registration, State, Transfer
 from kvflow.actors.matching.table import MAX_ATTEMPT, MAX_RANKS, MAX_TEXT, MAX_TOKENS, MAX_WAIT_S, admit, bury, is_full
 from kvflow.messages import (
@@ -25,8 +25,8 @@ def target_registered(state: State, now: float, message: TargetRegistered, out: 
     if transfer is not None and older is not None and message.attempt <= older.attempt:
         if message.attempt < older.attempt and not _pending(transfer, message):
             _refuse(message, "cancelled", "a newer attempt came before", out)
-        elif message.attempt == older.attempt and older.ended and older.verdict not in {None, "cancelled"}:
-            out.append(failure(older))  # the engine may have missed it
+        elif message.attempt == older.attempt and older.ended:
+            _ended_already(older, message, out)
         return
     if not _plausible(message):
         _refuse(message, "bad_registration", "its range, ranks or waits make no sense", out)
@@ -109,6 +109,20 @@ def supersede(older: Registration, attempt: int) -> None:
         older.verdict = older.verdict or "cancelled"
         older.detail = older.detail or f"replaced by attempt {attempt}"
         older.transfer.superseded.append(older)
+
+
+def _ended_already(registration: Registration, message: TargetRegistered, out: Effects) -> None:
+    """Say again how a registration ended, as its engine has missed it."""
+    if registration.ended != "completed":
+        if registration.verdict is not None and (registration.verdict != "cancelled" or message.repeated):
+            out.append(failure(registration))
+    elif message.repeated:
+        for rank in range(registration.completed.bit_length()):
+            confirmed = TransferCompleted(
+                transfer_id=message.transfer_id, binding=registration.past_bindings[-1], target=registration.target,
+                target_attempt=registration.attempt, request_id=registration.request_id, rank=rank,
+            )  # fmt: skip
+            out.append(Confirm(confirmed))
 
 
 def _completed_late(state: State, now: float, transfer: Transfer, message: TransferCompleted, out: Effects) -> None:

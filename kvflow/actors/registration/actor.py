@@ -107,6 +107,8 @@ class RegistrationActor:
                 self._forward(inquiry)
             elif verdict.reason == "unknown_engine" and self._clock() < until:
                 self._waiting.append((until, inquiry))
+            elif inquiry.repeated:
+                self._reject_repeated(inquiry, verdict)
             else:
                 self._reject(inquiry, verdict)
         except WireError as error:  # an empty engine id, for one: nobody can be listening there
@@ -126,6 +128,16 @@ class RegistrationActor:
     def _forward(self, inquiry: Inquiry) -> None:
         shard = shard_of(inquiry.transfer_id, self._settings.shards)
         self._outbox.send(self._subjects.control(shard, "target", inquiry.target), inquiry)
+
+    def _reject_repeated(self, registration: TargetRegistered, rejected: Rejected) -> None:
+        """Leave the end to matching: what came before was perhaps let in, and WRITEs to it may be under way."""
+        if rejected.reason == "unknown_engine":
+            return  # matching watches engines itself, and a lapse of the cards may pass
+        cancelled = TargetCancelled(
+            transfer_id=registration.transfer_id, attempt=registration.attempt, target=registration.target,
+            request_id=registration.request_id, detail=f"{rejected.reason}: {rejected.detail}",
+        )  # fmt: skip
+        self._forward(cancelled)
 
     def _reject(self, registration: TargetRegistered, rejected: Rejected) -> None:
         self.rejected += 1
