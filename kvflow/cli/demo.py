@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from kvflow.cli.options import ALL_GROUPS, with_settings
+from kvflow.cli.options import with_settings
 from kvflow.config import Settings
 
 
-@with_settings(*ALL_GROUPS)
+@with_settings("placement", "Logging")
 def demo(
     settings: Settings,
     sim: Annotated[bool, typer.Option("--sim", help="Simulated engines: no vLLM and no model, up in seconds.")] = False,

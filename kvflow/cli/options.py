@@ -1,13 +1,17 @@
 """Command-line options made from `Settings`, so that every setting has a flag and is declared once.
 
 A command decorated with `with_settings(...)` takes `settings: Settings` and gets one option per field of the named
-groups, beside its own; flags win over the environment, which wins over the `--config` file, then the defaults.
+groups, or per setting named by itself, beside its own; flags win over the environment, which wins over the `--config`
+file, then the defaults.
 """
 
+import difflib
 import functools
 import inspect
+import os
+import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -15,7 +19,7 @@ import msgspec
 import typer
 
 from kvflow.cli.errors import reporting_errors
-from kvflow.config import ENV_PREFIX, Settings, load_settings
+from kvflow.config import CONFIG_ENV, ENV_PREFIX, SETTING_NAMES, Settings, load_settings
 
 Group = Literal["Bus", "Transfers", "Data plane", "Node", "Logging"]
 
@@ -67,22 +71,23 @@ CLIENT_GROUPS: tuple[Group, ...] = ("Bus", "Logging")
 Command = Callable[..., None]
 
 
-def with_settings(*groups: Group) -> Callable[[Command], Command]:
-    """Turn a function of `settings` and its own options into a command with the options of these groups."""
+def with_settings(*parts: str) -> Callable[[Command], Command]:
+    """Turn a function of `settings` and its own options into a command with options for groups or single settings."""
+    chosen = [(group, name) for group, texts in HELP.items() for name in texts if group in parts or name in parts]
 
     def decorate(function: Command) -> Command:
-        names = [name for group in groups for name in HELP[group]]
 
         @functools.wraps(function)
         @reporting_errors
         def command(**values: Any) -> None:
             config = values.pop("config", None)
-            flags = {name: values.pop(name, None) for name in names}
+            flags = {name: values.pop(name, None) for _, name in chosen}
+            warn_of_misspelt(os.environ)
             function(settings=load_settings(flags, config_file=config), **values)
 
         own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "settings"]
         own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-        shared = [_config_option(), *(_option(group, name) for group in groups for name in HELP[group])]
+        shared = [_config_option(), *(_option(group, name) for group, name in chosen)]
         parameters = [*own, *shared]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -91,28 +96,37 @@ def with_settings(*groups: Group) -> Callable[[Command], Command]:
     return decorate
 
 
+def warn_of_misspelt(names: Iterable[str]) -> None:
+    """Say on stderr which variables nearly name a setting; others may be anybody's (Kubernetes sets its own)."""
+    known = {CONFIG_ENV, *(ENV_PREFIX + name.upper() for name in SETTING_NAMES)}
+    for name in sorted(name for name in names if name.startswith(ENV_PREFIX) and name not in known):
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+            print(f"kvflow: warning: {name} is not a setting (hint: did you mean {close[0]}?)", file=sys.stderr)
+
+
 def _config_option() -> inspect.Parameter:
-    option = typer.Option(
-        "--config", help=f"TOML file with settings [env: {ENV_PREFIX}CONFIG].", rich_help_panel="Configuration"
+    text = (
+        "TOML file with settings. Every setting below is also a key of that file (--nats-url: nats_url) and a "
+        f"variable ({ENV_PREFIX}NATS_URL). [env: {CONFIG_ENV}]"
     )
+    option = typer.Option("--config", metavar="FILE", help=text, rich_help_panel="Configuration")
     return _parameter("config", Annotated[Path | None, option])
 
 
 def _option(group: Group, name: str) -> inspect.Parameter:
     field = next(field for field in msgspec.structs.fields(Settings) if field.name == name)
     kind = _base_type(field.type)
-    flag = name.replace("_", "-")
-    default = (
-        f", default: {str(field.default).lower() if kind is bool else field.default}" if field.default != "" else ""
-    )
+    default = str(field.default).lower() if kind is bool else field.default
     option = typer.Option(
-        f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}",
-        help=f"{HELP[group][name]} [env: {ENV_PREFIX}{name.upper()}{default}]",
+        f"--{name.replace('_', '-')}",
+        help=HELP[group][name] + (f" [default: {default}]" if default != "" else ""),
         rich_help_panel=group,
         show_default=False,
         show_choices=True,
     )
-    return _parameter(name, Annotated[kind | None, option])
+    # A switch would need a second, negative flag to win over a variable: a value reads as it does there.
+    declared = Literal["true", "false"] if kind is bool else kind
+    return _parameter(name, Annotated[declared | None, option])
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:

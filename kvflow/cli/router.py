@@ -22,7 +22,12 @@ def router(
         typer.Option(metavar="ROLE=URL", help="An engine besides those that attached to nodes; may be repeated."),
     ] = None,
     mode: Annotated[
-        Mode, typer.Option(help="How a request crosses: both legs at once, decode chosen late, or no crossing.")
+        Mode,
+        typer.Option(
+            metavar="MODE",
+            help="How a request crosses. push: both legs at once; deferred: decode is chosen when prefill has ended; "
+            "local: not at all.",
+        ),
     ] = "push",
     local_below: Annotated[
         int, typer.Option(min=0, metavar="TOKENS", help="Shorter prompts are computed where they are decoded.")

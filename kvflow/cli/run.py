@@ -21,7 +21,7 @@ def run(
     settings: Settings,
     actors: Annotated[
         list[str],
-        typer.Argument(metavar="ACTOR...", help="registration, matching, or both; transfer, completion, or both."),
+        typer.Argument(metavar="ACTOR", help="registration, matching, or both; transfer, completion, or both."),
     ],
     supervision: Annotated[str | None, typer.Option(hidden=True, help="Set by `kvflow up`.")] = None,
 ) -> None:

@@ -52,7 +52,18 @@ def test_flags_win_over_environment_over_file(
     monkeypatch.setenv("KVFLOW_CLUSTER", "env")
     result = CliRunner().invoke(
         made,
-        ["--config", str(file), "--shards", "4", "--nixl-progress-thread", "--source-wait-s", "1.5", "--extra", "1"],
+        [
+            "--config",
+            str(file),
+            "--shards",
+            "4",
+            "--nixl-progress-thread",
+            "true",
+            "--source-wait-s",
+            "1.5",
+            "--extra",
+            "1",
+        ],
     )
     assert result.exit_code == 0, result.output
     settings, extra = seen[0]
@@ -70,6 +81,7 @@ def test_flags_win_over_environment_over_file(
         (["--config", "/no/such/file"], "/no/such/file"),
         (["--placement", "moon"], "placement"),
         (["--shards", "many"], "shards"),
+        (["--nixl-progress-thread", "maybe"], "nixl-progress-thread"),
     ],
 )
 def test_bad_values_name_the_setting_and_exit_with_2(
@@ -98,6 +110,45 @@ def test_bad_environment_and_file_name_their_origin(
     assert "unknown setting 'shrads'" in result.output
     file.write_text("shards = [")
     assert "not valid TOML" in CliRunner().invoke(made, ["--config", str(file)]).output
+
+
+def test_a_false_flag_wins_over_a_true_variable(
+    probe: tuple[typer.Typer, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, seen = probe
+    monkeypatch.setenv("KVFLOW_NIXL_PROGRESS_THREAD", "true")
+    assert CliRunner().invoke(made, ["--nixl-progress-thread", "false"]).exit_code == 0
+    assert not seen[0][0].nixl_progress_thread
+
+
+def test_misspelt_variables_are_pointed_out_and_strange_ones_left_alone(
+    probe: tuple[typer.Typer, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, seen = probe
+    for name in ("KVFLOW_NATSURL", "KVFLOW_API_KEY", "KVFLOW_PORT_8000_TCP", "KVFLOW_SERVICE_HOST"):
+        monkeypatch.setenv(name, "x")
+    result = CliRunner().invoke(made, [])
+    assert result.exit_code == 0
+    assert result.output == ("kvflow: warning: KVFLOW_NATSURL is not a setting (hint: did you mean KVFLOW_NATS_URL?)\n")
+    assert seen == [(Settings(), 7)]
+
+
+def test_single_settings_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = CliRunner().invoke(app, ["demo", "--help"]).output
+    assert "--placement" in shown
+    assert "--log-level" in shown
+    assert "--nats-url " not in shown
+    assert "--nixl-backend" not in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_every_flag_whole_in_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, [command, "--help"]).output
+    flags = [line for line in shown.splitlines() if line.startswith("│ --")]
+    assert flags
+    assert not [line for line in flags if "…" in line.partition("<")[0]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
