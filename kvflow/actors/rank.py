@@ -86,6 +86,7 @@ async def run_rank(
         async with anyio.create_task_group() as tasks:
             if completion is not None:
                 await tasks.start(completion.run)
+                await directory.watch(completion.on_directory_change)
             if transfer is not None:
                 await tasks.start(transfer.run)
                 await directory.watch(transfer.on_directory_change)

@@ -1,6 +1,7 @@
 """The event-loop side of an agent: `TransferAgent` over an owner thread and a driver."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -120,12 +121,12 @@ class DrivenAgent:
 
     def write(self, piece: int, peer: str, plan: Plan, *, notification: bytes = b"") -> None:
         """Plan and post one piece on the owner thread; `notification` reaches the peer after its bytes."""
-        if not self._owner.submit(partial(self._owner.write, piece, peer, plan, notification)):
+        if not self._owner.submit(partial(self._owner.write, piece, peer, plan, notification, time.monotonic())):
             self._loop.call_soon(self._sink, PieceFailed(piece, "the agent is closed"))
 
     def notify(self, peer: str, payload: bytes) -> None:
         """Send a notification that is ordered after all pieces that were reported done."""
-        if not self._owner.submit(partial(self._owner.notify, peer, payload)):
+        if not self._owner.submit(partial(self._owner.notify, peer, payload, time.monotonic())):
             self._loop.call_soon(self._sink, NotifyFailed(peer, payload, "the agent is closed"))
 
     def listen(self, seconds: float) -> None:

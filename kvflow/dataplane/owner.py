@@ -26,6 +26,8 @@ from kvflow.messages import KvSegment
 FAST_S = 0.02  # how long after the last event the short poll interval applies
 SLOW_INTERVAL_S = 0.001
 WARM_S = 0.5  # how long a new connection is driven, so that its first piece finds it established
+# A card is refreshed every third of its time to live. Whoever stood still for the other two thirds may count as lost.
+HALT_SHARE = 2 / 3
 
 Emit = Callable[[Sequence[AgentEvent]], None]
 Command = Callable[[], None]
@@ -121,6 +123,8 @@ class Owner:
         self._listen_until = 0.0
         self._active_at = 0.0
         self._progressed_at = 0.0
+        self._turned_at = time.monotonic()
+        self._halt_s = HALT_SHARE * settings.card_ttl_s
         self._closing_at: float | None = None
         self._lock = threading.Lock()  # guards `_ended` against submits from other threads
         self._ended = False
@@ -155,12 +159,13 @@ class Owner:
         if peer is not None:
             self._break(peer, "the peer was removed")
 
-    def write(self, number: int, name: str, plan: Plan, notification: bytes) -> None:
-        """Plan and post one piece."""
+    def write(self, number: int, name: str, plan: Plan, notification: bytes, asked_at: float) -> None:
+        """Plan and post one piece that was asked for at `asked_at`; one that waited through a halt fails."""
         began = time.monotonic()
         try:
             peer = self._peer(name)
             batch = self._locate(plan(), peer)
+            self._check_age(time.monotonic() - asked_at)
         except TransferError as error:
             self._report(PieceFailed(number, str(error)))
             return
@@ -197,10 +202,11 @@ class Owner:
             self._flying.remove(piece)
             self._complete(piece, piece.posted_at)
 
-    def notify(self, name: str, payload: bytes) -> None:
-        """Send a notification."""
+    def notify(self, name: str, payload: bytes, asked_at: float) -> None:
+        """Send a notification that was asked for at `asked_at`; one that waited through a halt fails."""
         peer = self._peers.get(name)
         try:
+            self._check_age(time.monotonic() - asked_at)
             self._driver.notify(self._peer(name), payload)
         except TransferError as error:
             self._report(NotifyFailed(name, payload, str(error)))
@@ -247,18 +253,37 @@ class Owner:
     def _turn(self) -> None:
         """Take commands, or sleep until there is one or a poll is due; then drive progress."""
         command = self._next_command(self._pause(time.monotonic()))
+        self._notice_halt()  # here and below: before anything that may send
         while command is not None:
             command()
             self._active_at = time.monotonic()
             if self._active_at - self._progressed_at >= self._settings.poll_interval_s:
                 break  # posting takes long: what is in flight must not wait for all of it
             command = self._next_command(0.0)
+        self._notice_halt()
         now = time.monotonic()
         if self._flying or now < self._listen_until:
             self._progress(now)
         if self._fenced:
             self._report_fenced(now)
         self._flush()
+
+    def _notice_halt(self) -> None:
+        """Give up what is in flight when this process stood still for so long that its WRITEs may count as over.
+
+        Whoever took this rank for lost has by then let both engines use the blocks again. What is driven on would read
+        them there, and write them here.
+        """
+        now = time.monotonic()
+        halted_s, self._turned_at = now - self._turned_at, now
+        if self._flying and halted_s > self._halt_s:
+            log.error("owner_was_halted", seconds=round(halted_s, 3), pieces=len(self._flying))
+            for peer in {id(piece.peer): piece.peer for piece in self._flying}.values():
+                self._break(peer, f"this process stood still for {halted_s:.1f} s")
+
+    def _check_age(self, age_s: float) -> None:
+        if age_s > self._halt_s:
+            raise TransferError(f"this process stood still for {age_s:.1f} s")
 
     def _next_command(self, pause: float | None) -> Command | None:
         try:

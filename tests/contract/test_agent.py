@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -314,6 +315,37 @@ def test_i2_agent_whose_thread_hangs_says_that_its_memory_stays_registered(
             await side.agent.close()
         assert (healthy.agent.stuck, hanging.agent.stuck) == (False, True)
         let_go.set()
+
+    run(scenario)
+
+
+def test_i1_what_stood_still_for_too_long_is_given_up_and_not_driven_on(memory_kit: Kit) -> None:
+    # Others took this rank for lost meanwhile: its own engine and the target may use the blocks for something else.
+    memory_kit.settings = msgspec.structs.replace(SETTINGS, card_ttl_s=0.3)
+    memory_kit.fabric.delay_s = 0.1
+
+    async def scenario() -> None:
+        async with memory_kit.pair() as (source, target):
+            source.memory.view[:] = 1
+            plan = runs((source.address(0), target.address(0), 100))
+
+            def halted() -> Runs:
+                time.sleep(0.5)
+                return plan()
+
+            source.agent.write(1, "target", plan, notification=b"flying")
+            source.agent.write(2, "target", halted)
+            source.agent.write(3, "target", plan)
+            source.agent.notify("target", b"queued")
+            ended = [await source.next() for _ in range(4)]
+            assert {type(event) for event in ended} == {PieceFailed, NotifyFailed}
+            assert all(
+                "stood still" in event.detail for event in ended if isinstance(event, PieceFailed | NotifyFailed)
+            )
+            assert not target.memory.view.any()
+            assert target.events.empty()
+            source.agent.write(4, "target", plan, notification=b"anew")
+            assert await target.next() == Notified("source", b"anew")
 
     run(scenario)
 

@@ -14,6 +14,8 @@ from kvflow.actors.completion.state import (
     Limits,
     Listen,
     Reject,
+    SourceBack,
+    SourceLost,
     Tick,
     step,
 )
@@ -304,3 +306,36 @@ def test_i1_delivery_of_a_binding_that_a_newer_one_replaced_never_completes() ->
     rig(delivered(binding=2))
     assert [message.binding for message in rig.completed] == [2]
     rig.assert_nothing_left()
+
+
+def test_i1_a_source_that_counted_as_lost_completes_nothing_when_it_wakes_up() -> None:
+    rig = Rig()
+    rig(bound())
+    rig(SourceLost(SOURCE))
+    rig(delivered())
+    assert not rig.completed
+    rig(SourceBack(SOURCE))
+    rig(delivered())
+    assert not rig.completed
+    rig(bound(binding=2))
+    rig(delivered(binding=2))
+    assert len(rig.completed) == 1
+    rig.assert_nothing_left()
+
+
+def test_i1_a_lost_source_is_not_believed_about_a_binding_that_was_not_heard_of() -> None:
+    rig = Rig()
+    rig(SourceLost(SOURCE))
+    rig(delivered())
+    assert rig.rejected
+    rig(SourceBack(SOURCE))
+    rig(delivered())
+    assert not rig.completed
+
+
+def test_the_loss_of_one_source_leaves_the_bindings_of_others_alone() -> None:
+    rig = Rig()
+    rig(bound())
+    rig(SourceLost(OTHER))
+    rig(delivered())
+    assert len(rig.completed) == 1

@@ -17,6 +17,8 @@ from kvflow.actors.completion.state import (
     Limits,
     Listen,
     Reject,
+    SourceBack,
+    SourceLost,
     Tick,
     step,
 )
@@ -24,6 +26,7 @@ from kvflow.actors.outbox import Outbox
 from kvflow.bus.port import Bus
 from kvflow.config import Settings
 from kvflow.dataplane.port import Notified, TransferAgent
+from kvflow.directory import DirectoryChange, Joined, Left
 from kvflow.errors import WireError
 from kvflow.events import EventSink
 from kvflow.messages import (
@@ -83,6 +86,16 @@ class CompletionActor:
             log.warning("notification_dropped", peer=event.peer, error=str(error), count=self._mailbox.malformed)
             return
         self._mailbox.put(message)
+
+    def on_directory_change(self, change: DirectoryChange) -> None:
+        """Take a change of the directory; called on the event loop.
+
+        Who leaves in order has first ended all its WRITEs: only a loss takes anything back.
+        """
+        if isinstance(change, Left) and change.reason == "lost":
+            self._mailbox.put(SourceLost(change.engine), own=True)
+        elif isinstance(change, Joined):
+            self._mailbox.put(SourceBack(change.card.engine), own=True)
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; ready once subscribed."""
@@ -154,5 +167,6 @@ def limits_of(settings: Settings) -> Limits:
     return Limits(
         pending=settings.max_live_transfers,
         memories=settings.max_live_transfers,
+        memory_s=longest + settings.quarantine_s,
         stale_s=longest + settings.quarantine_s,
     )

@@ -20,6 +20,7 @@ from kvflow.messages import (
 BindingKey = tuple[str, int]
 # No engine has more ranks that write to one target rank; a larger number could never be reached.
 MAX_WRITERS = 4096
+MAX_LOST = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,21 @@ class Hello:
     poll_s: float
 
 
-Input = TransferBound | TransferStarted | TransferFailed | RankDelivered | Hello | Tick
+@dataclass(frozen=True, slots=True)
+class SourceLost:
+    """Say that an engine counts as lost: what it has not delivered by now must not be believed any more."""
+
+    engine: EngineRef
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBack:
+    """Say that an engine is there (again): its new bindings are believed."""
+
+    engine: EngineRef
+
+
+Input = TransferBound | TransferStarted | TransferFailed | RankDelivered | Hello | SourceLost | SourceBack | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +121,7 @@ class CompletionState:
         self.pending: dict[BindingKey, Pending] = {}
         self.by_transfer: dict[str, set[int]] = {}
         self.ended: OrderedDict[BindingKey, float] = OrderedDict()
+        self.lost: OrderedDict[EngineRef, None] = OrderedDict()
         self.listen_until = 0.0
         self.hello_until = 0.0
         self.next_glance = 0.0
@@ -136,6 +152,10 @@ def step(state: CompletionState, event: Input, now: float) -> list[Effect]:
             _failed(state, event, now)
         case Hello():
             state.hello_until = max(state.hello_until, now + min(max(event.poll_s, 0.0), state.limits.hello_max_s))
+        case SourceLost():
+            _source_lost(state, event.engine, now)
+        case SourceBack():
+            state.lost.pop(event.engine, None)
         case Tick():
             _tick(state, now)
         case _:
@@ -192,6 +212,12 @@ def _delivered(state: CompletionState, event: RankDelivered, now: float, out: li
         out.append(Reject(f"delivery from rank {event.source_rank} of {event.writers} writers"))
         return
     key = (event.transfer_id, event.binding)
+    if event.source in state.lost:
+        _end(state, key, now)
+        out.append(
+            Reject(f"delivery of binding {event.binding} of {event.transfer_id} by {event.source}, which was lost")
+        )
+        return
     pending = _entry(state, key, now, out)
     if pending is None:
         return
@@ -226,6 +252,20 @@ def _delivered(state: CompletionState, event: RankDelivered, now: float, out: li
             )
         )
     )
+
+
+def _source_lost(state: CompletionState, engine: EngineRef, now: float) -> None:
+    """End all bindings of a source that counts as lost.
+
+    After the quarantine it has its blocks back, whether it is dead or only stood still. What it writes on waking up may
+    be another request's KV, and its notification says nothing about that.
+    """
+    state.lost[engine] = None
+    if len(state.lost) > MAX_LOST:
+        state.lost.popitem(last=False)
+    for key, pending in list(state.pending.items()):
+        if pending.origin is not None and pending.origin[0] == engine:
+            _end(state, key, now)
 
 
 def _failed(state: CompletionState, event: TransferFailed, now: float) -> None:
