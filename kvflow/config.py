@@ -17,6 +17,9 @@ CONFIG_ENV = "KVFLOW_CONFIG"
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 PlacementChoice = Literal["auto", "process", "engine"]
 
+# A card is refreshed every third of `card_ttl_s`. Whoever stood still for the other two thirds may count as lost.
+HALT_SHARE = 2 / 3
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Hold every setting that more than one part of kvflow reads. Durations are seconds."""

@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from kvflow.config import Settings
+from kvflow.config import HALT_SHARE, Settings
 from kvflow.dataplane.geometry import check_runs, locate
 from kvflow.dataplane.port import AgentEvent, Notified, NotifyFailed, PieceDone, PieceFailed, Plan, Runs
 from kvflow.errors import TransferError
@@ -26,8 +26,6 @@ from kvflow.messages import KvSegment
 FAST_S = 0.02  # how long after the last event the short poll interval applies
 SLOW_INTERVAL_S = 0.001
 WARM_S = 0.5  # how long a new connection is driven, so that its first piece finds it established
-# A card is refreshed every third of its time to live. Whoever stood still for the other two thirds may count as lost.
-HALT_SHARE = 2 / 3
 
 Emit = Callable[[Sequence[AgentEvent]], None]
 Command = Callable[[], None]

@@ -20,6 +20,8 @@ from kvflow.errors import ConfigError, KvflowError, NodeError
 ORPHAN_GRACE_S = 3.0
 ORPHAN_EXIT_CODE = 70
 MAX_REPORT_BYTES = 64 * 1024
+BEAT = b"."
+BEAT_S = 0.5
 MAX_TEXT = 2000
 
 
@@ -72,8 +74,24 @@ def _watch(descriptor: int, tidy: Callable[[], None] | None, grace_s: float) -> 
 
 
 def report_ready(supervision: Supervision) -> None:
-    """Tell the parent that this process does its work; later calls do nothing."""
-    _send(supervision.report, Report(ready=True))
+    """Tell the parent that this process does its work, and from then on that it still runs; call it once.
+
+    The beats come from a thread: a busy event loop is no halt.
+    """
+    if _send(supervision.report, Report(ready=True)):
+        threading.Thread(target=_beat, args=(supervision.report,), name="kvflow-beat", daemon=True).start()
+
+
+def _beat(descriptor: int) -> None:
+    os.set_blocking(descriptor, False)
+    while True:
+        time.sleep(BEAT_S)
+        try:
+            os.write(descriptor, BEAT)
+        except BlockingIOError:
+            continue  # the parent has not read for long: what lies in the pipe says enough
+        except OSError:
+            return  # the parent has gone, which the lifeline deals with
 
 
 def report_error(supervision: Supervision, error: KvflowError) -> None:
@@ -92,8 +110,9 @@ def decode_report(line: bytes) -> Report:
         raise NodeError(f"a child process sent an unreadable report: {error}") from error
 
 
-def _send(descriptor: int, report: Report) -> None:
-    # Failing means that the parent has gone, which the lifeline deals with, or that it was told before.
-    with contextlib.suppress(OSError):
+def _send(descriptor: int, report: Report) -> bool:
+    try:
         os.write(descriptor, msgspec.json.encode(report) + b"\n")
-        os.close(descriptor)
+    except OSError:
+        return False  # the parent has gone, which the lifeline deals with
+    return True

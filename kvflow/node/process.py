@@ -14,9 +14,9 @@ import anyio.abc
 import msgspec
 import structlog
 
-from kvflow.config import CONFIG_ENV, ENV_PREFIX, SETTING_NAMES, Settings
+from kvflow.config import CONFIG_ENV, ENV_PREFIX, HALT_SHARE, SETTING_NAMES, Settings
 from kvflow.errors import NodeError
-from kvflow.node.lifeline import MAX_REPORT_BYTES, Supervision, decode_report
+from kvflow.node.lifeline import BEAT_S, MAX_REPORT_BYTES, Supervision, decode_report
 
 log = structlog.get_logger()
 
@@ -125,8 +125,32 @@ class ChildProcess:
             raise error
 
     async def wait(self) -> int:
-        """Wait for the child to end and return its exit code, negative for a signal."""
-        return await self.process.wait()
+        """Wait for the child to end and return its exit code, negative for a signal; kill one that stands still.
+
+        Others take a rank that stands still for lost, and use the blocks again that it may still read and write. It
+        must not wake up after that.
+        """
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._watch_beats)
+            code = await self.process.wait()
+            group.cancel_scope.cancel()
+        return code
+
+    async def _watch_beats(self) -> None:
+        patience_s = halt_patience_s(self.spec.settings)
+        while True:
+            with anyio.move_on_after(patience_s) as silence:
+                await anyio.wait_readable(self._report)
+            # Asked again, as this process may have stood still itself while beats came in.
+            try:
+                if not os.read(self._report, MAX_REPORT_BYTES):
+                    return  # the child is ending
+            except BlockingIOError:
+                if silence.cancelled_caught:
+                    log.error("child_stands_still", child=self.spec.name, pid=self.process.pid, after_s=patience_s)
+                    self.kill()
+                    return
+            await anyio.sleep(BEAT_S)
 
     async def stop(self) -> None:
         """End the child: SIGTERM, then SIGKILL when the grace is over. A child that has ended is fine."""
@@ -173,6 +197,11 @@ class ChildProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
+
+
+def halt_patience_s(settings: Settings) -> float:
+    """Return how long a child may stand still: until its card may have expired, and half of the quarantine after it."""
+    return HALT_SHARE * settings.card_ttl_s + settings.quarantine_s / 2
 
 
 def describe_exit(code: int) -> str:

@@ -5,6 +5,7 @@ import os
 import signal
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,32 @@ def test_a_killed_data_process_comes_back_on_the_same_memory(nodes: Nodes) -> No
     assert psutil.pid_exists(second)
     assert worker.starts() == 2
     worker.socket.close()
+    assert node.stop() == 0
+
+
+def test_i1_a_data_process_that_stands_still_is_killed_before_it_can_wake_up(nodes: Nodes) -> None:
+    # Its card may expire after a second; it must be gone before the quarantine ends that follows.
+    node = nodes.up("--card-ttl-s", "1.5", "--quarantine-s", "2")
+    worker = nodes.worker(node)
+    assert isinstance(worker.attach(), Attached)
+    first = worker.data_pid()
+    time.sleep(3)
+    assert worker.data_pid() == first
+    halted = time.monotonic()
+    os.kill(first, signal.SIGSTOP)
+    eventually(lambda: not psutil.pid_exists(first), what="the process that stands still ends")
+    assert time.monotonic() - halted < 3
+    eventually(lambda: worker.data_pid() != first and worker.starts() == 2, what="another one takes over")
+    assert "child_stands_still" in node.log_text()
+    assert node.stop() == 0
+
+
+def test_i4_a_control_process_that_stands_still_is_replaced(nodes: Nodes) -> None:
+    node = nodes.up("--card-ttl-s", "1.5", "--quarantine-s", "2")
+    control = node.pids["control"]
+    os.kill(control, signal.SIGSTOP)
+    eventually(lambda: not psutil.pid_exists(control), what="the process that stands still ends")
+    eventually(lambda: node.log_text().count("child_ready") == 2, what="another one takes over")
     assert node.stop() == 0
 
 
