@@ -10,6 +10,7 @@ from kvflow.monitor.filter import Event, went_wrong
 
 ID_WIDTH = 12
 KIND_WIDTH = 10
+BINDING_DIGITS = 4
 
 _RESET, _DIM, _RED, _GREEN, _YELLOW, _CYAN = "\x1b[0m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[33m", "\x1b[36m"
 _COLORS = {
@@ -54,6 +55,12 @@ def _short(identifier: str) -> str:
     return identifier if len(identifier) <= ID_WIDTH else identifier[: ID_WIDTH - 1] + "…"
 
 
+def _tail(binding: int) -> str:
+    """Return the digits that tell the bindings of one transfer apart; the rest only tells when matching began."""
+    digits = str(binding)
+    return digits if len(digits) <= BINDING_DIGITS else f"…{digits[-BINDING_DIGITS:]}"
+
+
 def _engine_details(event: EngineEvent) -> Iterator[str]:
     yield f"rank {event.rank}"
     if event.roles:
@@ -69,7 +76,7 @@ def _transfer_details(event: TransferEvent) -> Iterator[str]:
     if event.attempt:
         yield f"attempt {event.attempt}"
     if event.binding:
-        yield f"binding {event.binding}"
+        yield f"binding {_tail(event.binding)}"
     if event.tokens_total:
         yield f"{event.tokens}/{event.tokens_total} tokens"
     elif event.tokens:
@@ -84,7 +91,8 @@ def _transfer_details(event: TransferEvent) -> Iterator[str]:
 
 def _bytes_details(event: TransferEvent) -> Iterator[str]:
     early = f", {100 * event.bytes_early // event.bytes_done}% early" if event.bytes_early else ""
-    yield f"{human_bytes(event.bytes_done)} in {event.pieces} pieces, {event.descriptors} descriptors{early}"
+    pieces = "1 piece" if event.pieces == 1 else f"{event.pieces} pieces"
+    yield f"{human_bytes(event.bytes_done)} in {pieces}, {event.descriptors} descriptors{early}"
     if event.last_progress_to_done_s:
         yield f"tail {1000 * event.last_progress_to_done_s:.1f} ms"
 

@@ -70,6 +70,14 @@ def test_json_is_the_whole_event() -> None:
     assert found["binding"] == 3
 
 
+def test_text_shortens_what_only_programs_need() -> None:
+    line = as_text(_event(binding=1796077141250519, bytes_done=1024, pieces=1, descriptors=4), colors=False)
+    assert "binding …0519" in line
+    assert "1.0 KiB in 1 piece, 4 descriptors" in line
+    assert "binding 12" in as_text(_event(binding=12), colors=False)
+    assert json.loads(as_json(_event(binding=1796077141250519)))["binding"] == 1796077141250519
+
+
 def test_text_tells_what_is_known() -> None:
     line = as_text(
         _event(
