@@ -84,7 +84,8 @@ def decoding_handler(mailbox: Mailbox[AnyMessage] | Mailbox[T], wrap: Callable[[
                 raise WireError(f"unexpected {type(message).__name__}")
         except WireError as error:
             mailbox.malformed += 1
-            log.warning("message_dropped", subject=delivery.subject, error=str(error), count=mailbox.malformed)
+            if mailbox.malformed & (mailbox.malformed - 1) == 0:  # as above: a flood must not flood the log
+                log.warning("message_dropped", subject=delivery.subject, error=str(error), count=mailbox.malformed)
             return
         mailbox.put(wrap(message) if wrap else message)  # type: ignore[arg-type]
 

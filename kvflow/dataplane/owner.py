@@ -25,6 +25,7 @@ from kvflow.messages import KvSegment
 
 FAST_S = 0.02  # how long after the last event the short poll interval applies
 SLOW_INTERVAL_S = 0.001
+RETRY_FIRST_S, RETRY_MAX_S = 0.1, 2.0  # between connections to a peer that keeps failing: each may cost descriptors
 WARM_S = 0.5  # how long a new connection is driven, so that its first piece finds it established
 
 Emit = Callable[[Sequence[AgentEvent]], None]
@@ -44,7 +45,10 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """Hold what is known of a peer; `connected` is false after a failure, until the next use connects again."""
+    """Hold what is known of a peer; `connected` is false after a failure, until a use after `retry_at` connects again.
+
+    `failures` counts those since the last piece that ended well.
+    """
 
     name: str
     blob: bytes
@@ -52,6 +56,8 @@ class Peer:
     connected: bool = False
     last_done: float = 0.0
     last_post: float = 0.0
+    failures: int = 0
+    retry_at: float = 0.0
 
 
 class Driver(Protocol):
@@ -202,10 +208,11 @@ class Owner:
 
     def notify(self, name: str, payload: bytes, asked_at: float) -> None:
         """Send a notification that was asked for at `asked_at`; one that waited through a halt fails."""
-        peer = self._peers.get(name)
+        peer = None
         try:
             self._check_age(time.monotonic() - asked_at)
-            self._driver.notify(self._peer(name), payload)
+            peer = self._peer(name)
+            self._driver.notify(peer, payload)
         except TransferError as error:
             self._report(NotifyFailed(name, payload, str(error)))
             if peer is not None:
@@ -334,7 +341,14 @@ class Owner:
     def _connect(self, peer: Peer) -> None:
         if self._ended:
             raise TransferError("the agent is closed")
-        self._driver.connect(peer)
+        wait_s = peer.retry_at - time.monotonic()
+        if wait_s > 0:
+            raise TransferError(f"peer {peer.name} keeps failing; it is tried again in {wait_s:.1f} s")
+        try:
+            self._driver.connect(peer)
+        except TransferError:
+            _note_failure(peer)
+            raise
         peer.connected = True
         self.listen(WARM_S)
 
@@ -354,7 +368,7 @@ class Owner:
         self._report(PieceDone(number, 0, 0, planning_s, 0.0))
 
     def _complete(self, piece: _Piece, now: float) -> None:
-        piece.peer.last_done = now
+        piece.peer.last_done, piece.peer.failures = now, 0
         self._driver.release(piece.handle)
         self._report(PieceDone(piece.number, piece.size, piece.descriptors, piece.planning_s, piece.posting_s))
 
@@ -372,6 +386,7 @@ class Owner:
             self._fenced.append(piece)
         if peer.connected:
             peer.connected = False
+            _note_failure(peer)
             self._driver.disconnect(peer)
 
     def _report_fenced(self, now: float) -> None:
@@ -405,3 +420,10 @@ class Owner:
         while (command := self._next_command(0.0)) is not None:
             command()  # no peer is known any more: each of them reports its failure
         self._flush()
+
+
+def _note_failure(peer: Peer) -> None:
+    """Let the first new connection to a peer be made at once, and each further one later than the one before."""
+    pause_s = min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** min(peer.failures - 1, 10)) if peer.failures else 0.0
+    peer.failures += 1
+    peer.retry_at = time.monotonic() + pause_s

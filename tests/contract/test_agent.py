@@ -350,6 +350,36 @@ def test_i1_what_stood_still_for_too_long_is_given_up_and_not_driven_on(memory_k
     run(scenario)
 
 
+def test_i8_a_peer_that_keeps_failing_is_not_connected_to_for_every_piece(
+    memory_kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every connection that UCX makes in vain keeps a socket open.
+    async def scenario() -> None:
+        async with memory_kit.pair() as (source, target):
+            plan = runs((source.address(0), target.address(0), 8))
+            driver = source.agent._owner._driver
+            tried = []
+
+            def refuse(peer: object) -> None:
+                tried.append(peer)
+                raise TransferError("refused")
+
+            memory_kit.fabric.fail_next_write()
+            source.agent.write(0, "target", plan)
+            assert isinstance(await source.next(), PieceFailed)
+            with monkeypatch.context() as patch:
+                patch.setattr(driver, "connect", refuse)
+                for piece in range(1, 51):
+                    source.agent.write(piece, "target", plan)
+                    assert isinstance(await source.next(), PieceFailed)
+            assert 1 <= len(tried) <= 3
+            await asyncio.sleep(0.5)
+            source.agent.write(51, "target", plan)
+            assert isinstance(await source.next(), PieceDone)
+
+    run(scenario)
+
+
 def test_close_is_bounded_when_a_peer_is_silent(memory_kit: Kit) -> None:
     memory_kit.settings = Settings(quarantine_s=30.0, transfer_wait_s=30.0, stop_grace_s=0.2)
 
