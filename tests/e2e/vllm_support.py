@@ -37,13 +37,10 @@ class Pair:
     def movable(self, tokens: int, cached: int = 0) -> int:
         """Return how many of a prompt's tokens cross when the target has the first `cached` ones.
 
-        The target always computes the last token itself, and all that is missing when that is little. CPU attention
-        interleaves the tokens of a block, so that the last block is moved whole.
+        The target always computes the last token itself, and all that is missing when that is little.
         """
-        block = self.decode.spec.block_size
-        if tokens - 1 - cached < self.decode.spec.min_load_tokens:
-            return 0
-        return -(-(tokens - 1) // block) * block - cached
+        missing = tokens - 1 - cached
+        return missing if missing >= self.decode.spec.min_load_tokens else 0
 
 
 @dataclass(slots=True)

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-import torch  # noqa: E402
+import torch
 
-from kvflow.connector import cpu_layout  # noqa: E402
+from kvflow.connector import cpu_layout
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 
