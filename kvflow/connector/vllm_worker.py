@@ -124,7 +124,7 @@ class VllmWorker:
         self._bridge, self._half = bridge, half
         log.info(
             "worker_registered", engine=str(self._profile.engine), rank=self._profile.rank,
-            placement=self._cache.placement, layers=len(self._cache.geometry.views), dtype=self._cache.geometry.dtype,
+            placement=self._cache.placement, views=len(self._cache.geometry.views), dtype=self._cache.geometry.dtype,
         )  # fmt: skip
 
 
