@@ -86,6 +86,17 @@ def test_layers_together_on_one_side_only_are_one_run_each() -> None:
     assert runs.length.tolist() == [BLOCK_BYTES] * LAYERS * 2
 
 
+def test_views_in_neighbouring_segments_are_never_one_run() -> None:
+    base = cache().views[0]
+    views = tuple(
+        msgspec.structs.replace(base, layer=f"l{layer}", segment=layer, offset=0, blocks=1) for layer in range(2)
+    )
+    single = KvGeometry(dtype="bf16", num_blocks=1, groups=(KvGroup(block_tokens=TOKENS),), views=views)
+    segments = [KvSegment(address=4096 + layer * BLOCK_BYTES, length=BLOCK_BYTES) for layer in range(2)]
+    runs = PairPlan(single, segments, single, segments).runs(table(0), table(0), 0, TOKENS)
+    assert runs.length.tolist() == [BLOCK_BYTES] * 2
+
+
 def test_a_partial_block_is_one_run_per_head_or_one_when_tokens_are_outside() -> None:
     runs = plan(cache(), cache()).runs(table(1), table(2), 3, 5)
     assert runs.length.tolist() == [2 * ROW] * LAYERS * HEADS
