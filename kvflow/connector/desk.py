@@ -1,7 +1,6 @@
 """What the source side and the target side of a scheduler half share: who the engine is, and whom it writes to."""
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -32,8 +31,6 @@ class Desk:
         self.ranks = 0
         # KV becomes movable in whole multiples of this many tokens (see `vllm_geometry`).
         self.atom_tokens = 1
-        # KV of a prompt that is still being computed is moved in whole blocks: parts of a block can be many small runs.
-        self.piece_tokens = math.lcm(*(group.block_tokens for group in self.groups))
         # One counter for all: an attempt grows whenever this engine opens or registers a transfer again.
         self._attempts = itertools.count(1)
         self._complained: set[str] = set()

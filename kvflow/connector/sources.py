@@ -97,7 +97,7 @@ class Sources:
                 self._open(source)
             final = min(computed, source.tokens)
             if final < source.tokens:
-                final -= final % self._desk.piece_tokens
+                final -= final % self._desk.atom_tokens
             if final < source.tokens_sent:
                 self._restart(source, "it is being computed again")
             if final > source.tokens_sent:

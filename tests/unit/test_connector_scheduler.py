@@ -39,8 +39,8 @@ def test_source_is_opened_while_it_queues() -> None:
 def test_progress_carries_only_new_blocks_and_is_capped_at_the_prompt() -> None:
     half, _ = scheduler()
     half.on_new_request("r", source_params(), PROMPT)
-    (first,) = step(half, {"r": 32}, {"r": [5, 6]}).progress
-    assert (first.tokens_final, first.first_blocks, first.last) == (32, (0,), False)
+    (first,) = step(half, {"r": 24}, {"r": [5, 6]}).progress
+    assert (first.tokens_final, first.first_blocks, first.last) == (24, (0,), False)
     assert unpack_blocks(first.blocks[0]).tolist() == [5, 6]
     (second,) = step(half, {"r": len(PROMPT) + 3}, {"r": [5, 6, 7, 8, 9]}).progress
     assert (second.tokens_final, second.first_blocks, second.last) == (len(PROMPT), (2,), True)
