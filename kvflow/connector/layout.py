@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvflow.errors import ConfigError
 from kvflow.messages import KvView
 
@@ -89,6 +91,22 @@ def _view(
         # The stride of a single head means nothing; tensors may carry anything there.
         head_stride=row if head_axis is None or heads == 1 else tensor.strides[head_axis], token_stride=token_stride,
     )  # fmt: skip
+
+
+def transposed_keys(packed: KvView, item_bytes: int) -> tuple[KvView, KvView]:
+    """Return the K and the V view of blocks that hold, for each head, all keys transposed and then all values.
+
+    `packed` describes the same bytes as if K and V of a token lay side by side, in `block_tokens` dense rows.
+    """
+    half = packed.row_bytes // 2
+    key = msgspec.structs.replace(
+        packed, part="k", row_bytes=item_bytes, token_stride=item_bytes,
+        channels=half // item_bytes, channel_stride=packed.block_tokens * item_bytes,
+    )  # fmt: skip
+    value = msgspec.structs.replace(
+        packed, part="v", row_bytes=half, token_stride=half, offset=packed.offset + packed.block_tokens * half
+    )
+    return key, value
 
 
 def head_share(heads: int, total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:

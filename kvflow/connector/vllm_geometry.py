@@ -1,19 +1,22 @@
 """Describe vLLM's KV cache: its groups, its tensors as views, and its memory as ranges that actors can map.
 
-CPU attention stores the keys of a block transposed (channels outside, tokens inside), so single tokens cannot be moved
-there: its blocks are *atoms*. The geometry's dtype names that layout, which keeps apart engines that store otherwise.
+CPU attention stores the keys of a block transposed (channels outside, tokens inside) before its values, which is two
+views of other strides. Where its kernel interleaves in a way of its own (see `cpu_layout`), single tokens cannot be
+moved: blocks are *atoms*, and the geometry's dtype names the instruction set, which keeps apart engines that store
+otherwise.
 """
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 
-from kvflow.connector.layout import LayerRole, LayerTensor, dims, head_share, views_of
+from kvflow.connector.cpu_layout import stores_keys_transposed
+from kvflow.connector.layout import LayerRole, LayerTensor, dims, head_share, transposed_keys, views_of
 from kvflow.dataplane.memory import MemoryRange
 from kvflow.errors import ConfigError
 from kvflow.messages import KvGeometry, KvGroup, KvView, Placement
@@ -43,10 +46,11 @@ def groups_of(kv_cache_config: Any) -> tuple[KvGroup, ...]:
 
 def describe_cache(
     kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, *, placement: str, total_heads: int, tp_rank: int,
-    tp_size: int,
+    tp_size: int, isas: Mapping[str, str],
 ) -> Cache:  # fmt: skip
     """Describe the tensors; with placement `process` their storages move into shared memory, in place.
 
+    `isas` says by layer for which instruction set CPU attention stores, as far as it is known.
     Raises ConfigError, naming the layer, when something cannot be mapped.
     """
     groups = groups_of(kv_cache_config)
@@ -63,16 +67,21 @@ def describe_cache(
     where = _choose_placement(placement, device)
     storages = _storages(tensors)
     views: list[KvView] = []
+    interleaved: set[str] = set()
     for name, tensor in tensors.items():
         number, spec = layers[name]
         role = _role(spec, number, groups[number], total_heads, tp_rank, tp_size)
         segment = list(storages).index(tensor.untyped_storage().data_ptr())
-        views.extend(views_of(_place(name, tensor, segment), role, kv_cache_config.num_blocks))
-    if device.type == "cpu":
-        views = [_as_atoms(view) for view in views]
+        found = views_of(_place(name, tensor, segment), role, kv_cache_config.num_blocks)
+        if device.type == "cpu" and found[0].part == "kv":
+            isa = isas.get(name, "unknown")
+            found = _as_stored(found[0], tensor, isa)
+            if found[0].atom_tokens > 1:
+                interleaved.add(isa)
+        views.extend(found)
     atom = math.lcm(*(view.atom_tokens for view in views))
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    layout = f":cpu-blocks-of-{atom}" if atom > 1 else ""
+    layout = f":cpu-{'+'.join(sorted(interleaved))}-blocks-of-{atom}" if interleaved else ""
     held = tuple(storages.values())
     return Cache(
         geometry=KvGeometry(
@@ -85,8 +94,21 @@ def describe_cache(
     )
 
 
-def _as_atoms(view: KvView) -> KvView:
-    return msgspec.structs.replace(view, atom_tokens=view.block_tokens) if view.part == "kv" else view
+def isas_of(vllm_config: Any, layers: Iterable[str]) -> dict[str, str]:
+    """Return the instruction set that each layer's CPU attention stores for; vLLM notes it before the cache is ready."""
+    known = vllm_config.compilation_config.static_forward_context
+    return {name: str(known[name].isa) for name in layers if hasattr(known.get(name), "isa")}
+
+
+def _as_stored(packed: KvView, tensor: torch.Tensor, isa: str) -> tuple[KvView, ...]:
+    """Return the views of what CPU attention says is K and V packed in the innermost dimension, but stores otherwise."""
+    item = tensor.element_size()
+    channels = packed.row_bytes // (2 * item)
+    if packed.token_stride == packed.row_bytes and stores_keys_transposed(
+        isa, tensor.dtype, packed.heads, packed.block_tokens, channels
+    ):
+        return transposed_keys(packed, item)
+    return (msgspec.structs.replace(packed, atom_tokens=packed.block_tokens),)
 
 
 def _group(number: int, group: Any) -> KvGroup:

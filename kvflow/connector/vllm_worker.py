@@ -19,7 +19,7 @@ from kvflow.connector.fingerprint import fingerprint_of
 from kvflow.connector.link import WorkerLink
 from kvflow.connector.options import Options
 from kvflow.connector.step import NO_RESULTS, StepMeta, StepResults
-from kvflow.connector.vllm_geometry import Cache, describe_cache
+from kvflow.connector.vllm_geometry import Cache, describe_cache, isas_of
 from kvflow.connector.worker import WorkerHalf
 from kvflow.errors import ConfigError
 from kvflow.ids import check_id, new_incarnation
@@ -61,7 +61,7 @@ class VllmWorker:
         self._cache = describe_cache(
             kv_caches, self._kv_cache_config, placement=settings.placement,
             total_heads=int(config.model_config.get_total_num_kv_heads()), tp_rank=tp.rank_in_group,
-            tp_size=tp.world_size,
+            tp_size=tp.world_size, isas=isas_of(config, kv_caches),
         )  # fmt: skip
         engine = EngineRef(
             engine_id=check_id(config.kv_transfer_config.engine_id, "engine_id"),
@@ -124,7 +124,7 @@ class VllmWorker:
         self._bridge, self._half = bridge, half
         log.info(
             "worker_registered", engine=str(self._profile.engine), rank=self._profile.rank,
-            placement=self._cache.placement, layers=len(self._cache.geometry.views), dtype=self._cache.geometry.dtype,
+            placement=self._cache.placement, views=len(self._cache.geometry.views), dtype=self._cache.geometry.dtype,
         )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ Share = Mapping[
 
 @dataclass(frozen=True, slots=True)
 class ViewPair:
-    """Pair a source view and a target view of one layer and part, equal in row bytes."""
+    """Pair a source view and a target view of one layer and part, equal in channels and row bytes."""
 
     source: KvView
     target: KvView
@@ -91,22 +91,52 @@ def match_views(source: Iterable[KvView], target: KvView, siblings: Iterable[KvV
     theirs = {view.part: view for view in siblings}
     if target.part in ours:
         found = ours[target.part]
-        same = (found.row_bytes, found.atom_tokens) == (target.row_bytes, target.atom_tokens)
-        return [ViewPair(found, target)] if same else []
+        return _pair(found, target) if found.atom_tokens == target.atom_tokens else []
     if any(view.atom_tokens > 1 for view in (target, *ours.values(), *theirs.values())):
         return []  # K and V cannot be told apart inside an atom
     if target.part in {"k", "v"} and "kv" in ours and _splits(ours["kv"], theirs):
-        key, value = _split(ours["kv"], theirs["k"].row_bytes)
-        return [ViewPair(key if target.part == "k" else value, target)]
+        key, value = _split(ours["kv"], theirs["k"].content_bytes)
+        return _pair(key if target.part == "k" else value, target)
     if target.part == "kv" and _splits(target, ours) and _same_heads(ours["k"], ours["v"]):
-        key, value = _split(target, ours["k"].row_bytes)
-        return [ViewPair(ours["k"], key), ViewPair(ours["v"], value)]
+        key, value = _split(target, ours["k"].content_bytes)
+        keys, values = _pair(ours["k"], key), _pair(ours["v"], value)
+        return keys + values if keys and values else []
     return []
 
 
+def _pair(source: KvView, target: KvView) -> list[ViewPair]:
+    """Pair two views of equal content, seeing the one that is contiguous in the other's channels where they differ."""
+    if source.content_bytes != target.content_bytes:
+        return []
+    source, target = _contiguous(source), _contiguous(target)
+    if source.channels == 1:
+        source = _in_channels(source, target.channels)
+    elif target.channels == 1:
+        target = _in_channels(target, source.channels)
+    return [ViewPair(source, target)] if source.channels == target.channels else []
+
+
+def _contiguous(view: KvView) -> KvView:
+    """Return the view with one channel when its channels follow each other without gaps."""
+    if view.channels == 1 or view.channel_stride != view.row_bytes:
+        return view
+    return msgspec.structs.replace(view, channels=1, channel_stride=0, row_bytes=view.content_bytes)
+
+
+def _in_channels(view: KvView, channels: int) -> KvView:
+    """Return a view of one channel as one of several, none of which moves."""
+    if channels == 1:
+        return view
+    row = view.row_bytes // channels
+    return msgspec.structs.replace(view, channels=channels, channel_stride=row, row_bytes=row)
+
+
 def _splits(packed: KvView, parts: Mapping[str, KvView]) -> bool:
-    """Return whether separate K and V make up the rows of a packed view."""
-    return "k" in parts and "v" in parts and parts["k"].row_bytes + parts["v"].row_bytes == packed.row_bytes
+    """Return whether separate K and V make up the content of a packed view, cut between two of its channels."""
+    if "k" not in parts or "v" not in parts:
+        return False
+    key, value = parts["k"].content_bytes, parts["v"].content_bytes
+    return key + value == packed.content_bytes and (packed.channels == 1 or key % packed.row_bytes == 0)
 
 
 def _same_heads(one: KvView, other: KvView) -> bool:
@@ -114,7 +144,15 @@ def _same_heads(one: KvView, other: KvView) -> bool:
 
 
 def _split(packed: KvView, key_bytes: int) -> tuple[KvView, KvView]:
-    """Return the K and the V view of a packed one: K's bytes come first in each row."""
+    """Return the K and the V view of a packed one: K's bytes, or its channels, come first."""
+    if packed.channels > 1:
+        channels = key_bytes // packed.row_bytes
+        key = msgspec.structs.replace(packed, part="k", channels=channels)
+        value = msgspec.structs.replace(
+            packed, part="v", channels=packed.channels - channels,
+            offset=packed.offset + channels * packed.channel_stride,
+        )  # fmt: skip
+        return key, value
     key = msgspec.structs.replace(packed, part="k", row_bytes=key_bytes)
     value = msgspec.structs.replace(
         packed, part="v", row_bytes=packed.row_bytes - key_bytes, offset=packed.offset + key_bytes
@@ -235,7 +273,8 @@ def _fingerprint_reason(ours: EngineProfile, theirs: EngineProfile) -> str:
 
 def _rows(view: KvView) -> str:
     atoms = f" in atoms of {view.atom_tokens} tokens" if view.atom_tokens > 1 else ""
-    return f"{view.part} of {view.row_bytes} bytes{atoms}"
+    channels = f" in {view.channels} channels" if view.channels > 1 else ""
+    return f"{view.part} of {view.content_bytes} bytes{channels}{atoms}"
 
 
 def _who(profile: EngineProfile) -> str:

@@ -47,6 +47,7 @@ def view_extent(view: KvView) -> int:
         (view.blocks - 1) * view.block_stride
         + (view.heads - 1) * view.head_stride
         + (view.block_tokens - 1) * view.token_stride
+        + (view.channels - 1) * view.channel_stride
         + view.row_bytes
     )
 
@@ -77,7 +78,8 @@ def _check_view(view: KvView, geometry: KvGeometry, segments: Sequence[KvSegment
     sizes = {
         "blocks": view.blocks, "block_tokens": view.block_tokens, "heads": view.heads, "row_bytes": view.row_bytes,
         "block_stride": view.block_stride, "head_stride": view.head_stride, "token_stride": view.token_stride,
-        "atom_tokens": view.atom_tokens,
+        "atom_tokens": view.atom_tokens, "channels": view.channels,
+        "channel_stride": view.channel_stride if view.channels > 1 else 1,
     }  # fmt: skip
     for name, value in sizes.items():
         if not 1 <= value <= _LIMIT:
@@ -102,11 +104,12 @@ def _check_view(view: KvView, geometry: KvGeometry, segments: Sequence[KvSegment
 
 
 def _check_disjoint(view: KvView, where: str) -> None:
-    """Raise PeerError when two (block, head, token) rows of a view could share bytes."""
+    """Raise PeerError when two (block, head, token, channel) rows of a view could share bytes."""
     dimensions = sorted(
         (stride, size)
         for stride, size in (
-            (view.block_stride, view.blocks), (view.head_stride, view.heads), (view.token_stride, view.block_tokens)
+            (view.block_stride, view.blocks), (view.head_stride, view.heads), (view.token_stride, view.block_tokens),
+            (view.channel_stride, view.channels),
         )
         if size > 1
     )  # fmt: skip

@@ -22,8 +22,10 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
 class KvView(msgspec.Struct, frozen=True, kw_only=True):
     """Describe one strided view of one layer over registered memory.
 
-    The byte that holds (block b, local head h, token-in-block t, channel byte c) lies at
-    `segment base + offset + b*block_stride + h*head_stride + t*token_stride + c`, with c < row_bytes. All in bytes.
+    Byte x of (block b, local head h, token-in-block t, channel c) lies at `segment base + offset + b*block_stride +
+    h*head_stride + t*token_stride + c*channel_stride + x`, with x < row_bytes. All in bytes. Where the content of a
+    token and head is contiguous, it counts as one channel; a cache that keeps channels outside tokens has as many as
+    elements, of `row_bytes` each.
     `part` is "kv" when K and V are packed in the innermost dimension, else "k", "v" or "latent".
     `head_start` is the first global KV head that this rank holds; `total_heads` is the model's number of KV heads.
     `atom_tokens` > 1 says that a kernel interleaves that many consecutive tokens (aligned in their block) in a way of its
@@ -45,6 +47,13 @@ class KvView(msgspec.Struct, frozen=True, kw_only=True):
     head_stride: int
     token_stride: int
     atom_tokens: int = 1
+    channels: int = 1
+    channel_stride: int = 0
+
+    @property
+    def content_bytes(self) -> int:
+        """Return the bytes of one token and head, wherever they lie."""
+        return self.channels * self.row_bytes
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):

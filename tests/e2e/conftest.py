@@ -74,6 +74,15 @@ def engine_pair(model: Path, log_dir: Path, cluster: Settings, alone: VllmEngine
     yield from _pair(model, log_dir, cluster, placement="engine", block=128, prefix_caching=False, min_load_tokens=1)
 
 
+@pytest.fixture(scope="module")
+def uneven_pair(model: Path, log_dir: Path, cluster: Settings, alone: VllmEngine) -> Iterator[Pair]:
+    """Run a pair of block sizes neither of which is a multiple of the other."""
+    yield from _pair(
+        model, log_dir, cluster, placement="process", block=96, decode_block=64, prefix_caching=True, min_load_tokens=1,
+        label="uneven",
+    )  # fmt: skip
+
+
 @pytest.fixture
 async def stage(cluster: Settings, alone: VllmEngine) -> AsyncIterator[Stage]:
     async with collecting(cluster) as events, aiohttp.ClientSession() as session:
@@ -82,18 +91,20 @@ async def stage(cluster: Settings, alone: VllmEngine) -> AsyncIterator[Stage]:
 
 def _pair(
     model: Path, log_dir: Path, cluster: Settings, *, placement: PlacementChoice, block: int, prefix_caching: bool,
-    min_load_tokens: int,
+    min_load_tokens: int, decode_block: int | None = None, label: str = "",
 ) -> Iterator[Pair]:  # fmt: skip
     with ExitStack() as stack:
-        roles: tuple[tuple[str, EngineRole], ...] = (("prefill", "producer"), ("decode", "consumer"))
+        roles: tuple[tuple[str, EngineRole, int], ...] = (
+            ("prefill", "producer", block), ("decode", "consumer", decode_block or block),
+        )  # fmt: skip
         engines = [
             _start(
                 stack,
-                _spec(f"{name}-{placement}", role, model, cluster, block=block, core=core, placement=placement,
-                      prefix_caching=prefix_caching, min_load_tokens=min_load_tokens),
+                _spec(f"{name}-{label or placement}", role, model, cluster, block=tokens, core=core,
+                      placement=placement, prefix_caching=prefix_caching, min_load_tokens=min_load_tokens),
                 log_dir,
             )
-            for core, (name, role) in enumerate(roles)
+            for core, (name, role, tokens) in enumerate(roles)
         ]  # fmt: skip
         for engine in engines:
             engine.wait_ready(START_TIMEOUT_S)

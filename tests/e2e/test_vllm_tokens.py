@@ -38,19 +38,6 @@ async def test_i5_all_lengths_through_agents_in_the_engines(stage: Stage, engine
     await _check_lengths(stage, engine_pair)
 
 
-async def test_i7_engines_whose_caches_do_not_fit_are_told_apart(
-    stage: Stage, process_pair: Pair, engine_pair: Pair
-) -> None:
-    """On CPUs the layout inside a block depends on its size; the target is refused at once and computes by itself."""
-    prompt = fresh_prompt(300)
-    expected = await stage.expected(prompt, 16)
-    transfer_id, answer = await stage.both(Pair(process_pair.prefill, engine_pair.decode), prompt)
-    assert answer.tokens == expected
-    ends = [event for event in await stage.events.wait_ended(transfer_id) if event.kind in {"failed", "rejected"}]
-    assert ends[0].reason == "incompatible"
-    await stage.assert_empty(engine_pair.decode)
-
-
 async def test_a_long_prompt_is_pushed_while_it_is_computed(stage: Stage, process_pair: Pair) -> None:
     prompt = fresh_prompt(6 * CHUNK_TOKENS + 100)
     expected = await stage.expected(prompt, 16)

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import aiohttp
@@ -27,7 +27,7 @@ T = TypeVar("T")
 _seeds = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pair:
     """A prefill and a decode engine that share a node."""
 
@@ -37,13 +37,21 @@ class Pair:
     def movable(self, tokens: int, cached: int = 0) -> int:
         """Return how many of a prompt's tokens cross when the target has the first `cached` ones.
 
-        The target always computes the last token itself, and all that is missing when that is little. CPU attention
-        interleaves the tokens of a block, so that the last block is moved whole.
+        The target always computes the last token itself, and all that is missing when that is little. Kernels that
+        interleave the tokens of a block have its last block moved whole.
         """
-        block = self.decode.spec.block_size
-        if tokens - 1 - cached < self.decode.spec.min_load_tokens:
+        missing = tokens - 1 - cached
+        if missing < self.decode.spec.min_load_tokens:
             return 0
-        return -(-(tokens - 1) // block) * block - cached
+        return missing + -(tokens - 1) % self.atom_tokens
+
+    @cached_property
+    def atom_tokens(self) -> int:
+        """Return how many tokens the decode engine stores interleaved, by what its worker logged; 1 for none."""
+        log = self.decode.log.read_text(errors="replace")
+        assert "worker_registered" in log
+        found = re.search(r":cpu-\w+-blocks-of-(\d+)", log)
+        return int(found[1]) if found else 1
 
 
 @dataclass(slots=True)

@@ -17,13 +17,15 @@ from kvflow.errors import TransferError
 from kvflow.messages import EngineProfile, EngineRef, KvGeometry, KvGroup, KvSegment, KvView, ModelFingerprint
 
 Bytes = NDArray[np.uint8]
-DIMENSIONS = ("layer", "part", "block", "head", "token")
+DIMENSIONS = ("layer", "part", "block", "head", "token", "channel")
 USUAL_ORDERS = (
     DIMENSIONS,  # one array per layer and part, heads outside tokens
-    ("layer", "part", "block", "token", "head"),
-    ("layer", "block", "part", "head", "token"),
-    ("block", "layer", "part", "head", "token"),  # all layers of a block together
-    ("block", "layer", "part", "token", "head"),
+    ("layer", "part", "block", "token", "head", "channel"),
+    ("layer", "block", "part", "head", "token", "channel"),
+    ("block", "layer", "part", "head", "token", "channel"),  # all layers of a block together
+    ("block", "layer", "part", "token", "head", "channel"),
+    ("layer", "block", "head", "part", "channel", "token"),  # channels outside tokens, as CPU attention keeps keys
+    ("layer", "part", "block", "head", "channel", "token"),
 )
 
 
@@ -34,9 +36,15 @@ class Model:
     layer_groups: tuple[int, ...]
     windows: tuple[int, ...]
     heads: int
-    row: int
+    channels: int
+    element: int
     latent: bool
     tokens: int
+
+    @property
+    def row(self) -> int:
+        """Return the bytes of K of one token and head; V has as many."""
+        return self.channels * self.element
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class Cache:
 
     ranks: int
     packed: bool
+    strided: frozenset[str]  # the parts whose channels are a dimension; those of others are contiguous and innermost
     split_segments: bool
     order: tuple[str, ...]
     padding: tuple[int, ...]
@@ -71,6 +80,9 @@ class Engine:
         return [rank.profile for rank in self.ranks]
 
 
+PARTS_STRIDED = st.sampled_from([frozenset(), frozenset({"k"}), frozenset({"k", "v", "kv", "latent"})])
+
+
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     groups = draw(st.integers(1, 2))
@@ -78,7 +90,8 @@ def models(draw: st.DrawFn) -> Model:
         layer_groups=tuple(draw(st.lists(st.integers(0, groups - 1), min_size=1, max_size=3))),
         windows=tuple(draw(st.sampled_from([0, 0, 3, 7])) for _ in range(groups)),
         heads=draw(st.sampled_from([1, 2, 4])),
-        row=draw(st.integers(1, 3)),
+        channels=draw(st.integers(1, 3)),
+        element=draw(st.integers(1, 2)),
         latent=draw(st.booleans()),
         tokens=draw(st.integers(1, 30)),
     )
@@ -90,9 +103,10 @@ def caches(draw: st.DrawFn, model: Model) -> Cache:
     return Cache(
         ranks=draw(st.sampled_from([1, 2, 4])),
         packed=draw(st.booleans()),
+        strided=draw(PARTS_STRIDED),
         split_segments=draw(st.booleans()),
         order=tuple(draw(st.one_of(st.sampled_from(USUAL_ORDERS), st.permutations(DIMENSIONS)))),
-        padding=draw(st.one_of(st.just((0,) * 5), st.tuples(*[st.sampled_from([0, 0, 1, 5])] * 5))),
+        padding=draw(st.one_of(st.just((0,) * 6), st.tuples(*[st.sampled_from([0, 0, 1, 5])] * 6))),
         block_tokens=blocks,
         view_tokens=tuple(draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])) for size in blocks),
         spare_blocks=draw(st.integers(0, 4)),
@@ -106,7 +120,8 @@ def relatives(draw: st.DrawFn, cache: Cache) -> Cache:
     return replace(
         cache,
         order=draw(st.sampled_from(USUAL_ORDERS)),
-        padding=(0,) * 5,
+        strided=draw(st.one_of(st.just(cache.strided), PARTS_STRIDED)),
+        padding=(0,) * 6,
         split_segments=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
     )
@@ -138,7 +153,7 @@ def _build_rank(name: str, model: Model, cache: Cache, rank: int, num_blocks: in
     total = 1 if model.latent else model.heads
     first, heads = (0, 1) if model.latent else head_range(model.heads, rank, cache.ranks)
     parts = ("latent",) if model.latent else ("kv",) if cache.packed else ("k", "v")
-    row = model.row if parts == ("k", "v") else model.row * 2
+    channels = model.channels if parts == ("k", "v") else model.channels * 2
     views: list[KvView] = []
     lengths: list[int] = []
     for group in range(len(model.windows)):
@@ -148,22 +163,22 @@ def _build_rank(name: str, model: Model, cache: Cache, rank: int, num_blocks: in
         tokens = cache.view_tokens[group]
         sizes = {
             "layer": 1 if cache.split_segments else len(layers), "part": len(parts), "head": heads, "token": tokens,
-            "block": num_blocks * (cache.block_tokens[group] // tokens),
+            "block": num_blocks * (cache.block_tokens[group] // tokens), "channel": channels,
         }  # fmt: skip
-        strides, extent = {}, row
-        for dimension, padding in zip(reversed(cache.order), cache.padding, strict=True):
-            strides[dimension] = extent + padding
-            extent = strides[dimension] * sizes[dimension]
+        strides, extent = lay_out(model, cache, parts, sizes)
         for place, layer in enumerate(layers):
             if cache.split_segments or place == 0:
                 lengths.append(extent)
             views.extend(
                 KvView(
                     layer=f"layer{layer}", part=part, group=group, segment=len(lengths) - 1,
-                    offset=number * strides["part"] + (0 if cache.split_segments else place * strides["layer"]),
+                    offset=number * strides[part]["part"]
+                    + (0 if cache.split_segments else place * strides[part]["layer"]),
                     blocks=sizes["block"], block_tokens=tokens, heads=heads, head_start=first, total_heads=total,
-                    row_bytes=row, block_stride=strides["block"], head_stride=strides["head"],
-                    token_stride=strides["token"],
+                    row_bytes=model.element if part in cache.strided else channels * model.element,
+                    block_stride=strides[part]["block"], head_stride=strides[part]["head"],
+                    token_stride=strides[part]["token"],
+                    channels=channels if part in cache.strided else 1, channel_stride=strides[part]["channel"],
                 )
                 for number, part in enumerate(parts)
             )  # fmt: skip
@@ -184,15 +199,49 @@ def _build_rank(name: str, model: Model, cache: Cache, rank: int, num_blocks: in
     return Rank(profile, segments, [random.integers(0, 256, size, dtype=np.uint8) for size in lengths])
 
 
+def lay_out(
+    model: Model, cache: Cache, parts: tuple[str, ...], sizes: dict[str, int]
+) -> tuple[dict[str, dict[str, int]], int]:
+    """Return each part's strides and the bytes of all; where parts differ inside, the larger one makes the room."""
+    order = list(cache.order)
+    strided = [part for part in parts if part in cache.strided]
+    if 0 < len(strided) < len(parts) and order.index("channel") < order.index("part"):
+        # Only where K and V lie apart can they differ inside.
+        order.remove("channel")
+        order.insert(order.index("part") + 1, "channel")
+    strides: dict[str, dict[str, int]] = {part: {} for part in parts}
+    extents = dict.fromkeys(parts, model.element)
+    for part in parts:
+        if part not in strided:
+            strides[part]["channel"] = model.element
+            extents[part] *= sizes["channel"]
+    for dimension, padding in zip(reversed(order), cache.padding, strict=True):
+        if dimension == "part":
+            extents = dict.fromkeys(parts, max(extents.values()))
+        for part in parts:
+            if dimension not in strides[part]:
+                strides[part][dimension] = extents[part] + padding
+                extents[part] = strides[part][dimension] * sizes[dimension]
+    return strides, max(extents.values())
+
+
 def rows_of(model: Model, engine: Engine, rank: Rank, view: KvView, token: int) -> list[tuple[int, int, slice]]:
-    """Return (global head, byte offset in the view's segment, bytes of the model's row) of each row of a token."""
+    """Return (global head, byte offset in the view's segment, bytes of the model's row) of each piece of a token."""
     group = rank.profile.geometry.groups[view.group]
     block = int(engine.tables[view.group].ids[token // group.block_tokens])
     inside = token % group.block_tokens
     block = block * (group.block_tokens // view.block_tokens) + inside // view.block_tokens
     start = view.offset + block * view.block_stride + inside % view.block_tokens * view.token_stride
-    content = slice(model.row, 2 * model.row) if view.part == "v" else slice(0, view.row_bytes)
-    return [(view.head_start + head, start + head * view.head_stride, content) for head in range(view.heads)]
+    shift = model.row if view.part == "v" else 0
+    return [
+        (
+            view.head_start + head,
+            start + head * view.head_stride + channel * view.channel_stride,
+            slice(shift + channel * view.row_bytes, shift + (channel + 1) * view.row_bytes),
+        )
+        for head in range(view.heads)
+        for channel in range(view.channels)
+    ]
 
 
 def fill(model: Model, engine: Engine, truth: NDArray[np.uint8], first: dict[int, int], start: int, end: int) -> None:

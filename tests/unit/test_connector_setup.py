@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvflow.connector.digest import pack_u32, prompt_digest
 from kvflow.connector.fingerprint import config_digest, weights_digest
-from kvflow.connector.layout import LayerRole, LayerTensor, head_share, views_of
+from kvflow.connector.layout import LayerRole, LayerTensor, head_share, transposed_keys, views_of
 from kvflow.connector.options import read_options
 from kvflow.connector.plugin import register
 from kvflow.errors import ConfigError
@@ -60,6 +60,17 @@ def test_separate_keys_and_values(shape: tuple[int, ...]) -> None:
     assert (key.heads, key.block_tokens, key.blocks) == (HEADS, TOKENS, BLOCKS)
     assert value.offset - key.offset == found.strides[shape.index(2)]
     assert key.token_stride == found.strides[shape.index(TOKENS)]
+
+
+def test_transposed_keys_come_before_the_values_of_each_head() -> None:
+    (packed,) = views_of(tensor((BLOCKS, HEADS, TOKENS, 2 * CHANNELS)), ROLE, BLOCKS)
+    key, value = transposed_keys(packed, ITEM)
+    assert (key.part, key.offset, key.row_bytes, key.token_stride) == ("k", packed.offset, ITEM, ITEM)
+    assert (key.channels, key.channel_stride) == (CHANNELS, TOKENS * ITEM)
+    assert (value.part, value.offset - key.offset) == ("v", TOKENS * CHANNELS * ITEM)
+    assert (value.row_bytes, value.token_stride, value.channels) == (CHANNELS * ITEM, CHANNELS * ITEM, 1)
+    for view in (key, value):
+        assert (view.head_stride, view.block_stride) == (packed.head_stride, packed.block_stride)
 
 
 def test_latents_have_one_head() -> None:

@@ -50,6 +50,12 @@ def test_a_sound_geometry_passes() -> None:
         ({"head_start": -1}, "do not fit"),
         ({"block_tokens": 3}, "do not divide"),
         ({"block_tokens": 8}, "do not divide"),
+        ({"channels": 0}, "not a positive size"),
+        ({"channels": 2, "row_bytes": 64}, "channel_stride is 0"),
+        ({"channels": 2, "row_bytes": 64, "channel_stride": 1 << 63}, "not a positive size"),
+        ({"channels": 2, "row_bytes": 64, "channel_stride": 32}, "overlap"),
+        ({"channels": 2, "row_bytes": 64, "channel_stride": 512}, "overlap"),
+        ({"channels": 2, "row_bytes": 64, "channel_stride": 10240}, "reaches byte 20416"),
         ({"row_bytes": 129}, "overlap"),
         ({"head_stride": 256}, "overlap"),
         ({"block_stride": 512}, "overlap"),
@@ -94,6 +100,11 @@ def test_the_error_names_the_owner_and_the_view() -> None:
 
 def test_strides_of_dimensions_of_one_do_not_matter() -> None:
     check_geometry(with_view(heads=1, head_stride=1), SEGMENTS)
+
+
+def test_channels_may_lie_outside_tokens() -> None:
+    check_geometry(with_view(channels=64, row_bytes=2, token_stride=2, channel_stride=8), SEGMENTS)
+    check_geometry(with_view(channels=1, channel_stride=1), SEGMENTS)
 
 
 def u64(*values: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]":

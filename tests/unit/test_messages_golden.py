@@ -66,6 +66,11 @@ PROFILE = EngineProfile(
                 heads=4, head_start=4, total_heads=8, row_bytes=512, block_stride=32_768, head_stride=8192,
                 token_stride=512,
             ),
+            KvView(
+                layer="model.layers.1", part="k", group=1, segment=0, offset=1 << 24, blocks=512, block_tokens=16,
+                heads=4, head_start=4, total_heads=8, row_bytes=2, block_stride=32_768, head_stride=8192,
+                token_stride=2, channels=128, channel_stride=32,
+            ),
         ),
     ),
     fingerprint=ModelFingerprint(fields=(("kv_dtype", "bfloat16"), ("revision", "main"))),

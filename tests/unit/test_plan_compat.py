@@ -102,6 +102,10 @@ def change(profile: EngineProfile, **geometry: Any) -> EngineProfile:
         (profiles("d", layers=("a", "c")), ["layers differ", "only the source has b", "only the target has c"]),
         (profiles("d", row_bytes=128), ["rows differ", "64 bytes", "128 bytes"]),
         (profiles("d", part="k"), ["rows differ", "kv of 64", "k of 64"]),
+        (
+            profiles("d", row_bytes=32, channels=4, channel_stride=1024),
+            ["rows differ", "64", "128 bytes in 4 channels"],
+        ),
         (profiles("d", heads=8), ["4 KV heads", "8 on the target"]),
         (
             [change(profiles("d")[0], groups=(KvGroup(block_tokens=16, kind="window", window_tokens=512),))],
@@ -119,6 +123,18 @@ def test_a_mismatch_is_refused_with_both_values(target: list[EngineProfile], wor
     assert reason is not None
     for word in words:
         assert word in reason
+
+
+def test_channels_are_matched_with_contiguous_content() -> None:
+    strided = profiles("d", row_bytes=2, channels=32, channel_stride=1024)
+    assert check_compatible(profiles("p"), strided) is None
+    assert check_compatible(strided, profiles("p")) is None
+    coarse = profiles("p", row_bytes=4, channels=16, channel_stride=2048)
+    reason = check_compatible(coarse, strided)
+    assert reason is not None
+    assert "kv of 64 bytes in 16 channels on the source, kv of 64 bytes in 32 channels" in reason
+    gapless = profiles("p", row_bytes=4, channels=16, channel_stride=4)
+    assert check_compatible(gapless, strided) is None
 
 
 def test_a_source_with_a_missing_rank_is_refused() -> None:

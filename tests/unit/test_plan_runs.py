@@ -1,5 +1,6 @@
 """How few runs the planner needs for the layouts that matter."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -26,6 +27,25 @@ def cache(*, together: bool = False, token_major: bool = False, window: int = 0,
     )  # fmt: skip
     group = KvGroup(block_tokens=TOKENS, kind="window" if window else "full", window_tokens=window)
     return KvGeometry(dtype="bf16", num_blocks=BLOCKS, groups=(group,), views=views)
+
+
+def transposed(*, tokens: int = TOKENS) -> KvGeometry:
+    """Return a cache whose blocks hold, for each head, all keys transposed and then all values."""
+    half, blocks = ROW // 2, BLOCKS * TOKENS // tokens
+    views = []
+    for layer in range(LAYERS):
+        start = layer * BLOCKS * BLOCK_BYTES
+        common = KvView(
+            layer=f"l{layer}", part="k", group=0, segment=0, offset=start, blocks=blocks, block_tokens=tokens,
+            heads=HEADS, head_start=0, total_heads=HEADS, row_bytes=2, block_stride=tokens * HEADS * ROW,
+            head_stride=tokens * ROW, token_stride=2, channels=half // 2, channel_stride=tokens * 2,
+        )  # fmt: skip
+        value = msgspec.structs.replace(
+            common, part="v", offset=start + half * tokens, row_bytes=half, token_stride=half, channels=1,
+            channel_stride=0,
+        )  # fmt: skip
+        views += [common, value]
+    return KvGeometry(dtype="bf16", num_blocks=blocks, groups=(KvGroup(block_tokens=tokens),), views=tuple(views))
 
 
 SEGMENTS = (KvSegment(address=1 << 20, length=LAYERS * BLOCKS * BLOCK_BYTES),)
@@ -66,6 +86,17 @@ def test_layers_together_on_one_side_only_are_one_run_each() -> None:
     assert runs.length.tolist() == [BLOCK_BYTES] * LAYERS * 2
 
 
+def test_views_in_neighbouring_segments_are_never_one_run() -> None:
+    base = cache().views[0]
+    views = tuple(
+        msgspec.structs.replace(base, layer=f"l{layer}", segment=layer, offset=0, blocks=1) for layer in range(2)
+    )
+    single = KvGeometry(dtype="bf16", num_blocks=1, groups=(KvGroup(block_tokens=TOKENS),), views=views)
+    segments = [KvSegment(address=4096 + layer * BLOCK_BYTES, length=BLOCK_BYTES) for layer in range(2)]
+    runs = PairPlan(single, segments, single, segments).runs(table(0), table(0), 0, TOKENS)
+    assert runs.length.tolist() == [BLOCK_BYTES] * 2
+
+
 def test_a_partial_block_is_one_run_per_head_or_one_when_tokens_are_outside() -> None:
     runs = plan(cache(), cache()).runs(table(1), table(2), 3, 5)
     assert runs.length.tolist() == [2 * ROW] * LAYERS * HEADS
@@ -77,6 +108,24 @@ def test_a_partial_block_is_one_run_per_head_or_one_when_tokens_are_outside() ->
 def test_heads_inside_against_heads_outside_is_row_by_row() -> None:
     runs = plan(cache(), cache(token_major=True)).runs(table(1), table(2), 0, TOKENS)
     assert runs.length.tolist() == [ROW] * LAYERS * HEADS * TOKENS
+
+
+def test_whole_blocks_of_keys_and_values_that_lie_side_by_side_are_one_run() -> None:
+    runs = plan(transposed(), transposed()).runs(table(3, 4, 9), table(7, 8, 1), 0, 3 * TOKENS)
+    assert sorted(runs.length.tolist()) == [BLOCK_BYTES] * LAYERS + [2 * BLOCK_BYTES] * LAYERS
+
+
+def test_part_of_a_block_is_one_run_per_channel_and_stretch_of_tokens() -> None:
+    channels, half = ROW // 4, ROW // 2
+    runs = plan(transposed(), transposed()).runs(table(3), table(7), 2, 5)
+    assert sorted(runs.length.tolist()) == [3 * 2] * LAYERS * HEADS * channels + [3 * half] * LAYERS * HEADS
+    runs = plan(transposed(), transposed(tokens=TOKENS // 2)).runs(table(3), table(7, 8), 0, TOKENS)
+    assert sorted(runs.length.tolist())[: LAYERS * HEADS * channels * 2] == [TOKENS] * LAYERS * HEADS * channels * 2
+
+
+def test_transposed_keys_against_packed_rows_go_by_element() -> None:
+    runs = plan(transposed(), cache()).runs(table(3), table(7), 0, 1)
+    assert sorted(runs.length.tolist()) == [2] * LAYERS * HEADS * (ROW // 4) + [ROW // 2] * LAYERS * HEADS
 
 
 def test_i6_blocks_are_paired_by_position() -> None:
