@@ -28,12 +28,7 @@ async def _check(stage: Stage, pair: Pair) -> None:
     assert len(set(expected)) == len(expected), "the model answers the same to everything: equal tokens prove nothing"
 
 
-async def test_i6_blocks_of_128_into_blocks_of_64(stage: Stage, engine_pair: Pair, uneven_pair: Pair) -> None:
-    await _check(stage, Pair(engine_pair.prefill, uneven_pair.decode))
-
-
-async def test_i6_blocks_of_32_into_blocks_of_128(stage: Stage, process_pair: Pair, engine_pair: Pair) -> None:
-    await _check(stage, Pair(process_pair.prefill, engine_pair.decode))
+# In this order no test has to wait for more than one pair of engines to start.
 
 
 async def test_i6_blocks_of_96_into_blocks_of_64(stage: Stage, uneven_pair: Pair) -> None:
@@ -53,3 +48,11 @@ async def test_i6_prefixes_that_end_inside_a_block_of_the_other_side(
     transfer_id, answer = await stage.both(uneven_pair, prompt)
     assert answer.tokens == expected
     await stage.assert_crossed(transfer_id, len(prompt) - 1 - shared)
+
+
+async def test_i6_blocks_of_128_into_blocks_of_64(stage: Stage, engine_pair: Pair, uneven_pair: Pair) -> None:
+    await _check(stage, Pair(engine_pair.prefill, uneven_pair.decode))
+
+
+async def test_i6_blocks_of_32_into_blocks_of_128(stage: Stage, process_pair: Pair, engine_pair: Pair) -> None:
+    await _check(stage, Pair(process_pair.prefill, engine_pair.decode))
