@@ -518,6 +518,24 @@ def test_i8_a_release_leaves_nothing_behind() -> None:
     rig.assert_nothing_left()
 
 
+def test_a_release_that_overtakes_the_last_piece_loses_no_delivery() -> None:
+    rig = Rig()
+    rig(opened())
+    rig(closed())
+    rig(bound())
+    rig(progress(PROMPT))
+    assert rig.of(PostPiece)[0].notification is not None, "the notification rides, so the target may answer first"
+    rig.now += 1.0
+    rig(released())
+    assert rig.state.bindings
+    rig.done(1)
+    (report,) = rig.reports
+    assert isinstance(report, TransferDelivered)
+    assert report.last_progress_to_done_s == 1.0
+    assert [event.event.kind for event in rig.of(Emit)][-1] == "delivered"
+    rig.assert_nothing_left()
+
+
 def test_i3_a_release_under_a_posted_piece_waits_for_it_in_silence() -> None:
     rig = Rig()
     rig(bound())

@@ -68,10 +68,11 @@ def revoke(state: TransferState, binding: Binding, reason: FailureReason, now: f
     _settle(state, binding, binding.fence, now, out)
 
 
-def release(state: TransferState, binding: Binding, now: float, out: Effects) -> None:
+def release(state: TransferState, binding: Binding, last_at: float | None, now: float, out: Effects) -> None:
     """Post nothing more of a binding whose source was released, and forget it once nothing of it is in flight."""
     if binding.fence is None:
         binding.fence = Fence(None, now)
+    binding.fence.last_at = last_at
     _settle(state, binding, binding.fence, now, out)
 
 
@@ -206,11 +207,12 @@ def _settle(state: TransferState, binding: Binding, fence: Fence, now: float, ou
     if binding.in_flight:
         return
     lanes = binding.lanes or ()
-    if fence.revoked and not fence.failed and any(lane.notified for lane in lanes):
+    if not fence.failed and _counts_as_delivered(fence, [lane.notified for lane in lanes]):
         # Notified means sealed, posted to the end and, by now, written. A target rank may count itself complete, so to
-        # say that this binding is off would let another source write there: it is delivered instead.
+        # say that this binding is off would let another source write there: it is delivered instead. A release may
+        # overtake the report of the piece that carried the notification: that is a delivery as well.
         source = state.sources.get(binding.source_key)
-        _notify_and_end(state, binding, lanes, source.last_at if source is not None else None, now, out)
+        _notify_and_end(state, binding, lanes, source.last_at if source is not None else fence.last_at, now, out)
         return
     report: TransferQuiesced | TransferErrored | None = None
     if fence.revoked:
@@ -220,6 +222,10 @@ def _settle(state: TransferState, binding: Binding, fence: Fence, now: float, ou
     if report is not None:
         out.append(Report(report))
     state.end_binding(binding, report, now)
+
+
+def _counts_as_delivered(fence: Fence, notified: list[bool]) -> bool:
+    return any(notified) and (fence.revoked or (fence.reason is None and all(notified)))
 
 
 def quiesced(state: TransferState, transfer_id: str, binding: int) -> TransferQuiesced:

@@ -211,13 +211,17 @@ class LaneState:
 
 @dataclass(slots=True)
 class Fence:
-    """Say since when and why a binding posts nothing more; a reason of None means that its source was released."""
+    """Say since when and why a binding posts nothing more; a reason of None means that its source was released.
+
+    `last_at` is when a source that has been forgotten since said that its prompt is computed.
+    """
 
     reason: FailureReason | None
     since: float
     detail: str = ""
     revoked: bool = False
     failed: bool = False
+    last_at: float | None = None
 
 
 @dataclass(slots=True)

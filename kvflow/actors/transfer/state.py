@@ -174,9 +174,11 @@ def _released(state: TransferState, event: SourceReleased, now: float, out: Effe
         state.ignored += 1
         return
     key = (event.transfer_id, event.attempt)
+    source = state.sources.get(key)
+    last_at = None if source is None else source.last_at
     state.end_source(key, now)
     for binding in state.bindings_of(key):
-        release(state, binding, now, out)
+        release(state, binding, last_at, now, out)
 
 
 # ---------------------------------------------------------------- bindings
