@@ -35,6 +35,8 @@ NODE_FILES = ("node.json", "node.sock")
 USER = "kvflow"
 _POLL_S = 0.02
 _LOG_TAIL_BYTES = 2000
+_COMPLAINTS = ("[ERR]", "[FTL]")
+_SHOWN_LINES = 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -287,10 +289,19 @@ def _wait_ready(keeper: "subprocess.Popen[bytes]", folder: Path, timeout_s: floa
         if told and _answers(told[0], max(deadline - time.monotonic(), _POLL_S)):
             return told
         time.sleep(_POLL_S)
-    tail = _tail(folder / "nats.log")
-    raise BrokerError(
-        f"the private nats-server did not start: {why}" + (f"; its log ends with:\n{tail}" if tail else ""),
-        remedy="fix what the log says, or set KVFLOW_NATS_URL",
+    raise _not_started(why, _tail(folder / "nats.log"))
+
+
+def _not_started(why: str, log: str) -> BrokerError:
+    """Return the error that tells why the server did not start: by what it complains of, else by its last lines."""
+    lines = log.splitlines()
+    complaints = [line for line in lines if any(level in line for level in _COMPLAINTS)]
+    said = "\n".join((complaints or lines)[-_SHOWN_LINES:])
+    remedy = "fix what the log says, or set KVFLOW_NATS_URL"
+    if "address already in use" in said:
+        remedy = "choose another --nats-port"
+    return BrokerError(
+        f"the private nats-server did not start: {why}" + (f"; its log says:\n{said}" if said else ""), remedy=remedy
     )
 
 

@@ -105,7 +105,7 @@ def explain(error: Exception, servers: list[str], timeout_s: float) -> BusError:
         )
     if isinstance(error, ConnectionRefusedError) or "connect call failed" in text:
         return BusError(
-            f"nothing listens at {where}", remedy="start nats-server there, or unset KVFLOW_NATS_URL for a private one"
+            f"nothing listens at {where}", remedy="start nats-server there, or check --nats-url (KVFLOW_NATS_URL)"
         )
     return BusError(f"cannot connect to NATS at {where}: {error}", remedy="check KVFLOW_NATS_URL")
 

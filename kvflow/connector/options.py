@@ -37,7 +37,7 @@ def read_options(extra: Mapping[str, object], kv_role: str | None) -> Options:
         )
     if api_url and not api_url.startswith(("http://", "https://")):
         raise ConfigError(f"api_url {api_url!r} is no HTTP address", remedy="give http://host:port")
-    return Options(load_settings(flags), roles, api_url.rstrip("/"))
+    return Options(load_settings(flags, flags_from="kv_connector_extra_config"), roles, api_url.rstrip("/"))
 
 
 def _roles(value: object, kv_role: str | None) -> tuple[Role, ...]:

@@ -94,12 +94,12 @@ def _beat(descriptor: int) -> None:
             return  # the parent has gone, which the lifeline deals with
 
 
-def report_error(supervision: Supervision, error: KvflowError) -> None:
-    """Tell the parent why this process ends, so that it can tell others."""
+def report_error(supervision: Supervision, error: KvflowError) -> bool:
+    """Tell the parent why this process ends, so that it can tell others; return whether it could be told."""
     report = Report(
         ready=False, message=error.message[:MAX_TEXT], remedy=error.remedy[:MAX_TEXT], exit_code=error.exit_code
     )
-    _send(supervision.report, report)
+    return _send(supervision.report, report)
 
 
 def decode_report(line: bytes) -> Report:

@@ -97,7 +97,7 @@ class Children:
                 except NodeError as error:
                     if first is not None:
                         raise
-                    return error.message
+                    return str(error)  # the child leaves it to us to say
                 log.info("child_ready", child=spec.name, pid=pid)
                 if first is not None:
                     first.started()

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -254,11 +256,19 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
     try:
         await site.start()
     except OSError as error:
+        about_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}", remedy="choose another --port"
+            f"cannot listen on {host}:{port}: {_reason(error)}",
+            remedy="choose another --port" if about_port else "choose a --host that is an address of this machine",
         ) from error
     bound = runner.addresses[0]
     return f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
+
+
+def _reason(error: OSError) -> str:
+    """Return the system's words alone: asyncio wraps them into a sentence that repeats the address."""
+    known = error.errno is not None and error.errno > 0  # a failed look-up has codes of its own
+    return os.strerror(error.errno) if known and error.errno else error.strerror or str(error)
 
 
 def _json(content: object, status: int = 200) -> web.Response:

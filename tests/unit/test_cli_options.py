@@ -77,7 +77,7 @@ def test_flags_win_over_environment_over_file(
     ("arguments", "words"),
     [
         (["--shards", "0"], "shards"),
-        (["--source-wait-s", "-1"], "source_wait_s"),
+        (["--source-wait-s", "-1"], "--source-wait-s"),
         (["--config", "/no/such/file"], "/no/such/file"),
         (["--placement", "moon"], "placement"),
         (["--shards", "many"], "shards"),
@@ -101,7 +101,7 @@ def test_bad_environment_and_file_name_their_origin(
     monkeypatch.setenv("KVFLOW_SHARDS", "none")
     result = CliRunner().invoke(made, [])
     assert result.exit_code == 2
-    assert "from environment" in result.output
+    assert "KVFLOW_SHARDS in the environment" in result.output
     monkeypatch.delenv("KVFLOW_SHARDS")
     file = tmp_path / "kvflow.toml"
     file.write_text("shrads = 2\n")

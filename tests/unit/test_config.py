@@ -57,11 +57,54 @@ def test_an_empty_environment_variable_counts_as_not_set() -> None:
         ("max_live_transfers", "0"),
     ],
 )
-def test_bad_values_name_the_setting_and_its_origin(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=name) as caught:
+def test_bad_values_name_the_setting_as_it_was_written(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"KVFLOW_{name.upper()} in the environment: {value!r} is not") as caught:
         load_settings(environ={f"KVFLOW_{name.upper()}": value})
-    assert "environment" in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_bad_values_say_where_they_are_and_what_is_allowed(tmp_path: Path) -> None:
+    file = write(tmp_path / "k.toml", 'source_wait_s = "long"\n')
+    with pytest.raises(ConfigError, match="--shards: 'many' is not a whole number from 1 to 1024"):
+        load_settings({"shards": "many"}, environ={})
+    with pytest.raises(ConfigError, match="shards in extra: 0 is not"):
+        load_settings({"shards": 0}, environ={}, flags_from="extra")
+    with pytest.raises(ConfigError, match=r"source_wait_s in file .*k.toml: 'long' is not a number above 0"):
+        load_settings(config_file=file, environ={})
+    with pytest.raises(ConfigError, match="is not one of auto, process, engine"):
+        load_settings({"placement": "moon"}, environ={})
+    with pytest.raises(ConfigError, match="is not a whole number of at least 1"):
+        load_settings({"min_load_tokens": 0}, environ={})
+    with pytest.raises(ConfigError, match="is not true or false"):
+        load_settings({"nixl_progress_thread": "maybe"}, environ={})
+
+
+def test_every_setting_can_say_what_it_takes() -> None:
+    for name in SETTING_NAMES:
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}: .* is not "):
+            load_settings({name: ["a list"]}, environ={})
+
+
+@pytest.mark.parametrize("name", ["nats_password", "nats_nkey_seed"])
+def test_secrets_are_not_shown(name: str) -> None:
+    with pytest.raises(ConfigError, match="its value is not text") as caught:
+        load_settings({name: 12345}, environ={})
+    assert "12345" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["two words", "nats://", "nats//h", "nats://h:port", "nats://h:99999", "nats://[::1"])
+def test_addresses_that_are_none_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="no NATS URL") as caught:
+        load_settings({"nats_url": f"nats://h:4222,{url}"}, environ={})
+    assert "--nats-url" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load_settings({"nats_url": "nats://user:hush#hush@h:4222"}, environ={})
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["", "h", "h:4222", "nats://u:p@h:1, tls://[::1]:2", "ws://h:1/path"])
+def test_addresses_that_connect_are_taken(url: str) -> None:
+    assert load_settings({"nats_url": url}, environ={}).nats_url == url
 
 
 def test_unknown_settings_are_refused(tmp_path: Path) -> None:
@@ -69,12 +112,14 @@ def test_unknown_settings_are_refused(tmp_path: Path) -> None:
         load_settings(config_file=write(tmp_path / "k.toml", 'colour = "red"\n'), environ={})
     with pytest.raises(ConfigError, match="unknown setting 'colour' in flags"):
         load_settings({"colour": "red"}, environ={})
+    with pytest.raises(ConfigError, match=r"did you mean shards\?"):
+        load_settings(config_file=write(tmp_path / "k.toml", "shrads = 2\n"), environ={})
 
 
 def test_unreadable_files_are_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         load_settings(config_file=tmp_path / "missing.toml", environ={})
-    with pytest.raises(ConfigError, match="not valid TOML"):
+    with pytest.raises(ConfigError, match=r"k\.toml is not valid TOML: .*line 1"):
         load_settings(config_file=write(tmp_path / "k.toml", "= ="), environ={})
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not valid TOML"):
