@@ -37,12 +37,13 @@ async def run_until_signal(work: Callable[[], Awaitable[None]]) -> None:
     """Run `work`, cancelling it at the first stop signal; return normally then, so that the process exits with 0."""
     async with anyio.create_task_group() as group:
 
-        async def cancel_on_signal() -> None:
+        async def cancel_on_signal(*, task_status: anyio.abc.TaskStatus[None]) -> None:
             async with stop_on_signals() as request:
+                task_status.started()
                 await request.stop.wait()
                 group.cancel_scope.cancel()
 
-        group.start_soon(cancel_on_signal)
+        await group.start(cancel_on_signal)  # before the work may say that it is ready, and be told to stop
         await work()
         group.cancel_scope.cancel()
 
